@@ -1,0 +1,8 @@
+//! Fetches expert records into a pinned, GPU-visible arena.
+
+pub mod dtype;
+pub mod fingerprint;
+pub mod key;
+pub mod layout;
+pub mod record;
+pub mod store;

@@ -1,0 +1,3 @@
+//! Expert stores on disk: a directory with `manifest.json` and one file of records per layer.
+
+pub mod manifest;
