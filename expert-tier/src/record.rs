@@ -465,7 +465,8 @@ mod tests {
     #[test]
     fn a_sound_record_of_another_identity_is_named_as_such() {
         let record = record();
-        let cases: [(&str, fn(&mut RecordIdentity)); 6] = [
+        type Change = (&'static str, fn(&mut RecordIdentity));
+        let cases: [Change; 6] = [
             ("store fingerprint", |i| i.fingerprint_prefix[0] ^= 1),
             ("layer", |i| i.key.layer += 1),
             ("expert", |i| i.key.expert += 1),
