@@ -6,3 +6,6 @@ pub mod key;
 pub mod layout;
 pub mod record;
 pub mod store;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
+pub mod wire;

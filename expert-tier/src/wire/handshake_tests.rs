@@ -1,0 +1,179 @@
+//! Drives both machines against each other without a socket.
+
+use super::*;
+use crate::testing::tiny_manifest;
+use crate::wire::frame::HEADER_BYTES;
+
+/// One whole handshake in memory; at most `MAX_FRAMES` frames may pass.
+struct Pair {
+    client: ClientHandshake,
+    server: ServerHandshake,
+    manifest: Arc<Manifest>,
+    to_server: Vec<u8>,
+}
+
+const MAX_FRAMES: usize = 20;
+
+fn secret(text: &str) -> Secret {
+    Secret::new(text.as_bytes()).unwrap()
+}
+
+fn pair(goal: Goal, ours: Option<&str>, theirs: Option<&str>) -> Pair {
+    let manifest = Arc::new(tiny_manifest(1));
+    let (client, to_server) = ClientHandshake::start(goal, ours.map(secret), [1; 16], [2; 32]);
+    let welcome = Welcome {
+        fingerprint: manifest.fingerprint(),
+        manifest_bytes: manifest.as_bytes().len() as u64,
+    };
+    let server = ServerHandshake::new(theirs.map(secret), [3; 32], welcome);
+    Pair { client, server, manifest, to_server }
+}
+
+fn split(bytes: &mut Vec<u8>) -> Option<(FrameHeader, Vec<u8>)> {
+    let header = FrameHeader::decode(bytes.first_chunk::<HEADER_BYTES>()?).unwrap();
+    let end = HEADER_BYTES + usize::try_from(header.body_bytes).unwrap();
+    let body = bytes.get(HEADER_BYTES..end)?.to_vec();
+    bytes.drain(..end);
+    Some((header, body))
+}
+
+impl Pair {
+    /// Runs to the end; `tamper` may change each frame on its way to the client.
+    fn run(&mut self, tamper: impl Fn(&mut Vec<u8>)) -> Result<(), HandshakeError> {
+        let mut to_client = Vec::new();
+        let mut welcomed = false;
+        for _ in 0..MAX_FRAMES {
+            while let Some((header, body)) = split(&mut self.to_server) {
+                if welcomed {
+                    to_client.extend(self.after_welcome(&header));
+                } else {
+                    let step = self.server.on_frame(&header, &body)?;
+                    to_client.extend(step.send);
+                    welcomed = step.done;
+                }
+            }
+            tamper(&mut to_client);
+            let Some((header, body)) = split(&mut to_client) else { break };
+            match self.client.on_frame(&header, &body)? {
+                Step::Send(bytes) => self.to_server.extend(bytes),
+                Step::Read => {}
+                Step::Done => return Ok(()),
+            }
+        }
+        panic!("the handshake stalled");
+    }
+
+    fn after_welcome(&self, header: &FrameHeader) -> Vec<u8> {
+        match header.frame {
+            FrameType::ManifestRequest => {
+                encode_frame(FrameType::Manifest, Status::Ok, self.manifest.as_bytes())
+            }
+            FrameType::Attach => encode_frame(FrameType::Attached, Status::Ok, &[]),
+            other => panic!("the client sent {other:?}"),
+        }
+    }
+}
+
+#[test]
+fn a_client_learns_the_manifest_with_and_without_a_secret() {
+    for secret in [None, Some("the same secret!")] {
+        let mut pair = pair(Goal::Discover(None), secret, secret);
+        pair.run(|_| {}).unwrap();
+        assert_eq!(pair.client.manifest(), Some(&pair.manifest));
+    }
+}
+
+#[test]
+fn a_client_that_has_the_manifest_does_not_ask_for_it() {
+    let manifest = Arc::new(tiny_manifest(1));
+    let mut pair = pair(Goal::Resume(Arc::clone(&manifest)), None, None);
+    pair.run(|bytes| {
+        let manifest = (FrameType::Manifest as u16).to_le_bytes();
+        assert!(!bytes.starts_with(&manifest));
+    })
+    .unwrap();
+    assert_eq!(pair.client.manifest(), Some(&manifest));
+}
+
+#[test]
+fn another_store_is_refused_before_attach() {
+    let other = Arc::new(tiny_manifest(2));
+    for goal in [Goal::Resume(Arc::clone(&other)), Goal::Discover(Some(other.fingerprint()))] {
+        let error = pair(goal, None, None).run(|_| {}).unwrap_err();
+        assert!(matches!(error, HandshakeError::OtherStore { .. }), "{error}");
+    }
+}
+
+#[test]
+fn secrets_that_differ_or_stand_on_one_side_are_told_apart() {
+    let run = |ours, theirs| pair(Goal::Discover(None), ours, theirs).run(|_| {}).unwrap_err();
+    let error = run(Some("the right secret"), Some("the wrong secret"));
+    assert!(matches!(error, HandshakeError::WrongSecret));
+    assert!(matches!(run(None, Some("the right secret")), HandshakeError::SecretWanted));
+    assert!(matches!(run(Some("the right secret"), None), HandshakeError::SecretNotUsed));
+}
+
+#[test]
+fn a_peer_that_does_not_know_the_secret_cannot_pass_for_one_that_does() {
+    // The client's own proof, sent back to it, and a proof of zeros.
+    let mut pair = pair(Goal::Discover(None), Some("the same secret!"), Some("the same secret!"));
+    let error = pair
+        .run(|bytes| {
+            if bytes.starts_with(&(FrameType::ServerProof as u16).to_le_bytes()) {
+                bytes[HEADER_BYTES..HEADER_BYTES + 32].fill(0);
+            }
+        })
+        .unwrap_err();
+    assert!(matches!(error, HandshakeError::WrongSecret));
+}
+
+#[test]
+fn an_altered_hello_spoils_the_proof() {
+    let mut pair = pair(Goal::Discover(None), Some("the same secret!"), Some("the same secret!"));
+    let error = pair
+        .run(|bytes| {
+            if bytes.starts_with(&(FrameType::ServerHello as u16).to_le_bytes()) {
+                let last = bytes.len() - 1;
+                bytes[last] ^= 1;
+            }
+        })
+        .unwrap_err();
+    assert!(matches!(error, HandshakeError::WrongSecret));
+}
+
+#[test]
+fn a_refusal_reaches_the_caller_with_its_text() {
+    let (mut client, _) = ClientHandshake::start(Goal::Status, None, [0; 16], [0; 32]);
+    let mut bytes = encode_refusal(Status::Busy, "all 64 clients are here\n");
+    let (header, body) = split(&mut bytes).unwrap();
+    let error = client.on_frame(&header, &body).unwrap_err().to_string();
+    assert_eq!(error, "the peer refused (busy): all 64 clients are here");
+}
+
+#[test]
+fn a_frame_out_of_turn_is_an_error_in_every_state() {
+    for frame in [FrameType::Record, FrameType::Attached, FrameType::Drain, FrameType::Welcome] {
+        let header = FrameHeader::control(frame, 0);
+        let (mut client, _) = ClientHandshake::start(Goal::Status, None, [0; 16], [0; 32]);
+        assert!(client.on_frame(&header, &[]).is_err());
+        let mut server = pair(Goal::Status, None, None).server;
+        assert!(server.on_frame(&header, &[]).is_err());
+    }
+}
+
+#[test]
+fn versions_that_do_not_meet_are_named() {
+    let hello = ClientHello {
+        min_version: 2,
+        max_version: 5,
+        capabilities: 0,
+        client_id: [0; 16],
+        nonce: [0; 32],
+    };
+    let header = FrameHeader::control(FrameType::ClientHello, 64);
+    let mut server = pair(Goal::Status, None, None).server;
+    let error = server.on_frame(&header, &hello.encode()).unwrap_err();
+    let (status, text) = refusal(&error);
+    assert_eq!(status, Status::Version);
+    assert!(text.contains("version 2 to 5"), "{text}");
+}
