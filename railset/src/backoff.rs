@@ -51,9 +51,9 @@ impl Backoff {
         self.failures = self.failures.saturating_add(1);
         let most = u64::from(self.settings.most_ms.max(1));
         let whole = (u64::from(self.settings.first_ms.max(1)) << doublings).min(most);
-        let micros = whole * 1000;
-        let drawn = micros * u64::from(random) / u64::from(u32::MAX) / 2;
-        Duration::from_micros(micros / 2 + drawn)
+        let half_us = whole * 500;
+        let share = f64::from(random) / f64::from(u32::MAX);
+        Duration::from_micros(half_us) + Duration::from_micros(half_us).mul_f64(share)
     }
 
     /// The path works: the next failure starts from the shortest wait.
