@@ -1,8 +1,12 @@
 //! Fetches expert records into a pinned, GPU-visible arena.
 
+#![deny(unsafe_code)]
+
+pub mod arena;
 pub mod dtype;
 pub mod fingerprint;
 pub mod key;
 pub mod layout;
 pub mod record;
+pub mod residency;
 pub mod store;

@@ -26,7 +26,9 @@ impl fmt::Display for Bytes {
         let units = [(1_u64 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
         match units.into_iter().find(|(unit, _)| self.0 >= *unit) {
             None => write!(f, "{} bytes", self.0),
-            Some((unit, name)) if self.0 % unit == 0 => write!(f, "{} {name}", self.0 / unit),
+            Some((unit, name)) if self.0.is_multiple_of(unit) => {
+                write!(f, "{} {name}", self.0 / unit)
+            }
             Some((unit, name)) => {
                 // Tenths, rounded up: a need shown as smaller than it is would mislead.
                 let tenths = (u128::from(self.0) * 10).div_ceil(u128::from(unit));
@@ -191,9 +193,7 @@ impl CgroupVersion {
 
     fn files(self) -> (&'static str, &'static str, &'static str) {
         match self {
-            Self::V1 => {
-                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            }
+            Self::V1 => ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
             Self::V2 => ("memory.max", "memory.current", "inactive_file"),
         }
     }

@@ -176,6 +176,7 @@ impl PinnedPages {
 
     /// The first byte: page-aligned, non-null.
     #[must_use]
+    #[allow(clippy::missing_panics_doc, reason = "mmap of a length above zero is never null")]
     pub fn address(&self) -> NonNull<u8> {
         NonNull::new(self.map.as_mut_ptr()).expect("mmap of a length above zero is never null")
     }
