@@ -1,1 +1,9 @@
-//! x
+//! The one crate that talks to the kernel and to drivers in their own terms.
+//!
+//! Everything above it sees owners with a `Drop` and errors that name the setting to change:
+//! pinned pages ([`pinned`]), the limits that decide whether they can be had ([`limits`]), and
+//! CUDA ([`cuda`]).
+
+pub mod cuda;
+pub mod limits;
+pub mod pinned;

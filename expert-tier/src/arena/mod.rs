@@ -1,0 +1,380 @@
+//! The arena: pinned memory, seen by a device where there is one, cut into slots of equal size.
+//!
+//! Every fetched record lands here and is not copied afterwards. An arena is one allocation with
+//! one registration, however many slots it has: registering is slow, and mappings are few.
+//!
+//! Three parts: `pool` knows which slots are free and nothing of memory; `memory` holds the bytes
+//! and nothing of who has them; [`Slot`] ties a number from the one to a range of the other, and
+//! its type says what may be done. A lease that a device reads ends with
+//! [`ExpertResidency::release_after`](crate::residency::ExpertResidency::release_after): the slot
+//! is given out again only when the device's stream has come past it.
+//!
+//! What goes when: a slot, a lease and the pool's fences keep the arena alive. The last handle
+//! waits `drain_wait` for the fences; then the registration goes before the memory. If a device
+//! may still read, or the driver will not unregister, the memory is leaked and the log says so.
+
+// Slots hand out parts of one mapping, which the borrow checker cannot follow; nothing outside
+// this folder may.
+#![allow(unsafe_code, reason = "the slot states stand for what the borrow checker cannot see")]
+
+mod memory;
+mod options;
+mod pool;
+mod slot;
+mod sync;
+
+use std::fmt;
+use std::mem::ManuallyDrop;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use gpu_sys::cuda::{CudaDevice, CudaError, Event, EventState, HostRegistration};
+use gpu_sys::limits::Bytes;
+use gpu_sys::pinned::{NumaPlacement, PageKind, PinError, PinnedOptions, PinnedPages};
+
+pub use options::{ArenaOptions, CudaUse, DEFAULT_DRAIN_WAIT, MAX_SLOTS, SlabPlan};
+pub use pool::SlotCounts;
+pub use slot::{Filling, Free, Ready, Rejected, Slot, TooSmall};
+
+use memory::ArenaMemory;
+use pool::{Fence, FenceState, Pool};
+
+/// Between two looks at a device that is being waited for at the arena's end.
+const DRAIN_POLL_INTERVAL: Duration = Duration::from_millis(1);
+
+/// Why there is no arena, or no slot in it.
+#[derive(Debug, thiserror::Error)]
+pub enum ArenaError {
+    /// Not even one record would fit.
+    #[error(
+        "an arena of {} is too small: one record of the largest layer needs {}, raise --arena-bytes \
+         to that times the records to be held at once",
+        Bytes(*arena_bytes), Bytes(*needed_bytes)
+    )]
+    TooSmall {
+        /// Bytes given.
+        arena_bytes: u64,
+        /// Bytes of the largest record's slot.
+        needed_bytes: u64,
+    },
+    /// Slabs that cannot be.
+    #[error("an arena with {found} {what} cannot be made: allowed are 1 to {limit}")]
+    Plan {
+        /// What is out of range.
+        what: &'static str,
+        /// The number found.
+        found: u64,
+        /// The largest allowed.
+        limit: u64,
+    },
+    /// The memory could not be pinned.
+    #[error("the arena's memory: {0}")]
+    Pin(#[from] PinError),
+    /// A device was required and cannot be had.
+    #[error("an arena on CUDA device {ordinal} was required: {source}")]
+    Cuda {
+        /// The device.
+        ordinal: u32,
+        /// Why not.
+        source: CudaError,
+    },
+    /// No slot will ever be large enough.
+    #[error(
+        "a record of {} fits no slot, the largest has {}: the arena was made for another store",
+        Bytes(*bytes), Bytes(*largest_bytes)
+    )]
+    RecordTooLarge {
+        /// Bytes of the record.
+        bytes: u64,
+        /// Bytes of the largest slot.
+        largest_bytes: u64,
+    },
+    /// No slot became free in time.
+    #[error(
+        "no slot for a record of {} became free in {waited_ms} ms: of {} slots {} are in use, {} \
+         wait for a device and {} are lost; release leases earlier or raise --arena-bytes",
+        Bytes(*bytes), counts.total, counts.out(), counts.fenced, counts.quarantined
+    )]
+    Exhausted {
+        /// Bytes of the record.
+        bytes: u64,
+        /// How long was waited.
+        waited_ms: u64,
+        /// Where the slots are.
+        counts: SlotCounts,
+    },
+}
+
+/// A handle on an arena; clones share it.
+#[derive(Clone)]
+pub struct ExpertArena(Arc<ArenaInner>);
+
+/// What an arena turned out to be; prints as one line for a log.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ArenaSummary {
+    /// Bytes pinned.
+    pub bytes: u64,
+    /// The slabs, ascending.
+    pub slabs: Vec<SlabPlan>,
+    /// What kind of pages they are on.
+    pub pages: PageKind,
+    /// Where they are.
+    pub numa: NumaPlacement,
+    /// The device that sees them, or why there is none.
+    pub device: Result<String, String>,
+}
+
+impl ExpertArena {
+    /// Pins the memory and, where wanted and possible, registers it with a device.
+    ///
+    /// # Errors
+    /// The memory cannot be pinned, or the device that is required cannot be had.
+    pub fn new(options: &ArenaOptions) -> Result<Self, ArenaError> {
+        let (plans, bytes) = options.checked_slabs()?;
+        let device = open_device(options.cuda)?;
+        let (huge_pages, numa) = (options.huge_pages, options.numa);
+        let pages = Arc::new(PinnedPages::new(&PinnedOptions { bytes, huge_pages, numa })?);
+        let registered = device.and_then(|device| match HostRegistration::new(&device, &pages) {
+            Ok(registration) => Ok(registration),
+            Err(error) => Err(NoDevice { ordinal: device.ordinal(), error: Some(error) }),
+        });
+        let (registration, no_device) = match (registered, options.cuda) {
+            (Ok(registration), _) => (Some(registration), String::new()),
+            (Err(NoDevice { ordinal, error: Some(source) }), CudaUse::Require { .. }) => {
+                return Err(ArenaError::Cuda { ordinal, source });
+            }
+            (Err(NoDevice { error, .. }), _) => {
+                (None, error.map_or_else(|| "not wanted".into(), |error| error.to_string()))
+            }
+        };
+        let counts: Vec<u32> = plans.iter().map(|plan| plan.slots).collect();
+        let arena = Self(Arc::new(ArenaInner {
+            pool: Pool::new(&counts),
+            slabs: lay_out(&plans),
+            memory: ManuallyDrop::new(ArenaMemory::new(pages, registration)),
+            no_device,
+            drain_wait: options.drain_wait,
+        }));
+        tracing::info!("{}", arena.summary());
+        Ok(arena)
+    }
+
+    /// A free slot for `bytes`: of the smallest size that fits, or of a larger one if those are
+    /// all taken. Never waits.
+    #[must_use]
+    pub fn try_acquire(&self, bytes: u64) -> Option<Slot<Free>> {
+        let slot = self.0.pool.try_take(self.0.slab_for(bytes)?)?;
+        Some(Slot::new(Arc::clone(&self.0), slot))
+    }
+
+    /// As [`try_acquire`](Self::try_acquire), waiting up to `wait` for a slot.
+    ///
+    /// # Errors
+    /// No slot is large enough, or none became free in time.
+    pub fn acquire(&self, bytes: u64, wait: Duration) -> Result<Slot<Free>, ArenaError> {
+        let Some(slab) = self.0.slab_for(bytes) else {
+            let largest_bytes = self.0.slabs.last().map_or(0, |slab| slab.slot_bytes as u64);
+            return Err(ArenaError::RecordTooLarge { bytes, largest_bytes });
+        };
+        let Some(slot) = self.0.pool.take(slab, wait) else {
+            let waited_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX);
+            return Err(ArenaError::Exhausted { bytes, waited_ms, counts: self.counts() });
+        };
+        Ok(Slot::new(Arc::clone(&self.0), slot))
+    }
+
+    /// Slots in all.
+    #[must_use]
+    pub fn slots(&self) -> usize {
+        self.counts().total
+    }
+
+    /// Slots that could be taken now.
+    #[must_use]
+    pub fn free_slots(&self) -> usize {
+        self.counts().free
+    }
+
+    /// Where the slots are now.
+    #[must_use]
+    pub fn counts(&self) -> SlotCounts {
+        self.0.pool.counts()
+    }
+
+    /// The device that sees the arena; streams for
+    /// [`release_after`](crate::residency::ExpertResidency::release_after) are made from it.
+    #[must_use]
+    pub fn device(&self) -> Option<&Arc<CudaDevice>> {
+        self.0.memory.device()
+    }
+
+    /// What the arena turned out to be.
+    #[must_use]
+    pub fn summary(&self) -> ArenaSummary {
+        let pages = self.0.memory.pages();
+        let plan = |slab: &Slab| SlabPlan { slot_bytes: slab.slot_bytes as u64, slots: slab.slots };
+        ArenaSummary {
+            bytes: pages.len() as u64,
+            slabs: self.0.slabs.iter().map(plan).collect(),
+            pages: pages.page_kind(),
+            numa: pages.numa(),
+            device: self.device().map(|d| d.to_string()).ok_or_else(|| self.0.no_device.clone()),
+        }
+    }
+}
+
+impl fmt::Debug for ExpertArena {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ExpertArena({})", self.summary())
+    }
+}
+
+impl fmt::Display for ArenaSummary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "arena of {} locked in {}", Bytes(self.bytes), self.pages)?;
+        if let NumaPlacement::Node(node) = self.numa {
+            write!(f, " on NUMA node {node}")?;
+        }
+        for (i, slab) in self.slabs.iter().enumerate() {
+            write!(f, "{}{slab}", if i == 0 { ", slots " } else { " + " })?;
+        }
+        match &self.device {
+            Ok(device) => write!(f, ", seen by {device}"),
+            Err(reason) => write!(f, ", host addresses only: {reason}"),
+        }
+    }
+}
+
+/// Why an arena has no device: none wanted, or what went wrong.
+struct NoDevice {
+    ordinal: u32,
+    error: Option<CudaError>,
+}
+
+fn open_device(cuda: CudaUse) -> Result<Result<Arc<CudaDevice>, NoDevice>, ArenaError> {
+    let ordinal = match cuda {
+        CudaUse::Off => return Ok(Err(NoDevice { ordinal: 0, error: None })),
+        CudaUse::Auto { ordinal } | CudaUse::Require { ordinal } => ordinal,
+    };
+    match (CudaDevice::open(ordinal), cuda) {
+        (Ok(device), _) => Ok(Ok(device)),
+        // Before anything is pinned: there is no point in locking memory for a device in vain.
+        (Err(source), CudaUse::Require { .. }) => Err(ArenaError::Cuda { ordinal, source }),
+        (Err(error), _) => Ok(Err(NoDevice { ordinal, error: Some(error) })),
+    }
+}
+
+/// Slots of one size, one after another in the arena's memory.
+struct Slab {
+    slot_bytes: usize,
+    slots: u32,
+    first_slot: u32,
+    offset: usize,
+}
+
+fn lay_out(plans: &[SlabPlan]) -> Vec<Slab> {
+    let (mut first_slot, mut offset) = (0, 0);
+    let mut place = |plan: &SlabPlan| {
+        // `checked_slabs` has bounded the sum of all of them by an address space.
+        let slot_bytes = plan.slot_bytes as usize;
+        let slab = Slab { slot_bytes, slots: plan.slots, first_slot, offset };
+        first_slot += plan.slots;
+        offset += slot_bytes * plan.slots as usize;
+        slab
+    };
+    plans.iter().map(&mut place).collect()
+}
+
+/// What happens to a slot whose lease is over.
+#[derive(Debug, Default)]
+pub(crate) enum LeaseEnd {
+    /// It is free.
+    #[default]
+    Now,
+    /// It is free when a device has come to all of these.
+    After(Vec<Event>),
+    /// It is not used again: a device may read it, and there is no telling until when.
+    Never,
+}
+
+struct ArenaInner {
+    pool: Pool<Event>,
+    /// Ascending by slot size and by first slot.
+    slabs: Vec<Slab>,
+    // Dropped by hand: leaked while a device may read it.
+    memory: ManuallyDrop<ArenaMemory>,
+    /// Why no device sees it; empty where one does.
+    no_device: String,
+    drain_wait: Duration,
+}
+
+impl ArenaInner {
+    /// The first slab whose slots take `bytes`.
+    fn slab_for(&self, bytes: u64) -> Option<usize> {
+        let slab = self.slabs.partition_point(|slab| (slab.slot_bytes as u64) < bytes);
+        (slab < self.slabs.len()).then_some(slab)
+    }
+
+    fn slab_index(&self, slot: u32) -> usize {
+        self.slabs.partition_point(|slab| slab.first_slot <= slot) - 1
+    }
+
+    fn slab_of(&self, slot: u32) -> &Slab {
+        &self.slabs[self.slab_index(slot)]
+    }
+
+    fn offset_of(&self, slot: u32) -> usize {
+        let slab = self.slab_of(slot);
+        slab.offset + (slot - slab.first_slot) as usize * slab.slot_bytes
+    }
+
+    fn give_back(&self, slot: u32, end: LeaseEnd) {
+        let slab = self.slab_index(slot);
+        match end {
+            LeaseEnd::Now => self.pool.put(slot, slab),
+            LeaseEnd::After(events) => self.pool.put_after(slot, slab, events),
+            LeaseEnd::Never => self.pool.quarantine(slot),
+        }
+    }
+
+    /// Whether every device has finished with every slot; waits up to `drain_wait` for that.
+    fn drain(&self) -> bool {
+        let started = Instant::now();
+        loop {
+            let counts = self.pool.counts();
+            if counts.fenced == 0 || started.elapsed() >= self.drain_wait {
+                return counts.fenced == 0 && counts.quarantined == 0;
+            }
+            std::thread::sleep(DRAIN_POLL_INTERVAL);
+        }
+    }
+}
+
+impl Drop for ArenaInner {
+    fn drop(&mut self) {
+        if !self.drain() {
+            let bytes = self.memory.pages().len();
+            tracing::error!(bytes, "a device may still read the arena's memory: it is leaked");
+            return;
+        }
+        // SAFETY: taken nowhere else, and drop runs once; every slot and lease held this value,
+        // so none is left that refers to the memory.
+        unsafe { ManuallyDrop::drop(&mut self.memory) };
+    }
+}
+
+impl Fence for Event {
+    fn poll(&mut self) -> FenceState {
+        match self.query() {
+            Ok(EventState::Done) => FenceState::Passed,
+            Ok(EventState::Pending) => FenceState::Pending,
+            Err(error) => {
+                tracing::error!(%error, "the device cannot say whether it has finished");
+                FenceState::Lost
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,35 @@
+//! The lock and the condition variable of the pool: the standard library's, or loom's.
+
+#[cfg(loom)]
+pub(super) use loom::sync::{Condvar, Mutex, MutexGuard};
+#[cfg(not(loom))]
+pub(super) use std::sync::{Condvar, Mutex, MutexGuard};
+
+use std::time::Duration;
+
+/// Takes the lock. A thread that panicked while it held the lock has left bookkeeping that is
+/// whole: every change under it is a single step that cannot panic half-way.
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+/// Waits until woken or until `wait` has passed.
+#[cfg(not(loom))]
+pub(super) fn wait<'a, T>(
+    condvar: &Condvar,
+    guard: MutexGuard<'a, T>,
+    wait: Duration,
+) -> MutexGuard<'a, T> {
+    condvar.wait_timeout(guard, wait).unwrap_or_else(std::sync::PoisonError::into_inner).0
+}
+
+/// Waits until woken. Loom has no time: a wake-up that never comes shows as a deadlock, which is
+/// what the model is to find.
+#[cfg(loom)]
+pub(super) fn wait<'a, T>(
+    condvar: &Condvar,
+    guard: MutexGuard<'a, T>,
+    _wait: Duration,
+) -> MutexGuard<'a, T> {
+    condvar.wait(guard).unwrap_or_else(std::sync::PoisonError::into_inner)
+}
