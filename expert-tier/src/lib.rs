@@ -4,6 +4,7 @@ pub mod dtype;
 pub mod fingerprint;
 pub mod key;
 pub mod layout;
+pub mod pack;
 pub mod record;
 pub mod store;
 #[cfg(any(test, feature = "testing"))]
