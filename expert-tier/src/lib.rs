@@ -7,6 +7,7 @@ pub mod dtype;
 pub mod fingerprint;
 pub mod key;
 pub mod layout;
+pub mod pack;
 pub mod record;
 pub mod residency;
 pub mod store;

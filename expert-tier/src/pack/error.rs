@@ -1,0 +1,193 @@
+//! Why a pack stopped. Every variant names the file, tensor or setting to look at.
+
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use crate::layout::LayoutError;
+
+/// Why a checkpoint could not be packed. Nothing is left behind at the output path.
+#[derive(Debug, thiserror::Error)]
+pub enum PackError {
+    /// A system call on a file failed.
+    #[error("cannot {operation} {}: {source}", path.display())]
+    Io {
+        /// What was tried, as a verb.
+        operation: &'static str,
+        /// The file or directory.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The input directory is not a checkpoint.
+    #[error("{} is not a safetensors checkpoint: {why}", path.display())]
+    NotACheckpoint {
+        /// The directory.
+        path: PathBuf,
+        /// What is missing or ambiguous.
+        why: String,
+    },
+    /// A JSON file is not what it should be.
+    #[error("{}: {why}", path.display())]
+    Document {
+        /// `config.json`, the index, or a shard whose header this is.
+        path: PathBuf,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// The index names a file that is not there.
+    #[error("shard {shard} is absent: the index says it holds {tensor}")]
+    ShardAbsent {
+        /// The file.
+        shard: String,
+        /// A tensor that the index places there.
+        tensor: String,
+    },
+    /// A shard's length is not what its header describes.
+    #[error("shard {shard} has {found} bytes, its header describes {expected}: {}",
+        if found < expected { "it is truncated" } else { "it has bytes that no tensor owns" })]
+    ShardLength {
+        /// The file.
+        shard: String,
+        /// Its length.
+        found: u64,
+        /// The length that its header describes.
+        expected: u64,
+    },
+    /// One name in two places.
+    #[error("duplicate tensor {tensor}: in {first} and in {second}")]
+    DuplicateTensor {
+        /// The name.
+        tensor: String,
+        /// A shard that has it.
+        first: String,
+        /// Another shard, or the same one.
+        second: String,
+    },
+    /// The index places a tensor in a shard that has no such tensor.
+    #[error("the index says shard {shard} holds {tensor}, the shard has no such tensor")]
+    NotInShard {
+        /// The name.
+        tensor: String,
+        /// The shard that the index gives.
+        shard: String,
+    },
+    /// A tensor lies in another shard than the index says.
+    #[error("{tensor} lies in shard {found}, the index says {stated}")]
+    WrongShard {
+        /// The name.
+        tensor: String,
+        /// Where it is.
+        found: String,
+        /// Where the index says it is.
+        stated: String,
+    },
+    /// A tensor that looks like an expert's and fits no known structure.
+    #[error("{tensor} looks like an expert tensor and is not understood: {why}")]
+    NotUnderstood {
+        /// The name.
+        tensor: String,
+        /// What does not fit.
+        why: String,
+    },
+    /// An expert lacks what another expert of its layer has.
+    #[error("{tensor} is missing, {sibling} is there")]
+    MissingTensor {
+        /// The absent tensor's full name.
+        tensor: String,
+        /// A sibling's tensor that is there.
+        sibling: String,
+    },
+    /// Two experts of a layer differ where they must not.
+    #[error("{tensor} is {found}, its sibling {sibling} is {expected}")]
+    SiblingDiffers {
+        /// The name.
+        tensor: String,
+        /// Its type and shape.
+        found: String,
+        /// The tensor it was compared with.
+        sibling: String,
+        /// That one's type and shape.
+        expected: String,
+    },
+    /// `config.json` and the tensors disagree.
+    #[error(
+        "config.json says {key} = {stated}, but layer {layer} has {found} experts (see {tensor})"
+    )]
+    ExpertCount {
+        /// The key in `config.json`.
+        key: String,
+        /// Its value.
+        stated: u64,
+        /// The layer's number.
+        layer: u32,
+        /// How many experts its tensors make.
+        found: u64,
+        /// A tensor that shows it.
+        tensor: String,
+    },
+    /// There is nothing to pack.
+    #[error("{} has no expert tensors: {why}", path.display())]
+    Dense {
+        /// The checkpoint.
+        path: PathBuf,
+        /// What that suggests.
+        why: String,
+    },
+    /// A limit of the store format is exceeded.
+    #[error("the store format cannot hold this: {0}")]
+    Layout(#[from] LayoutError),
+    /// The manifest would be larger than readers accept.
+    #[error("the manifest would have {found} bytes, readers accept {limit}")]
+    ManifestTooLarge {
+        /// Its length.
+        found: u64,
+        /// The limit.
+        limit: u64,
+    },
+    /// The output path cannot take a store.
+    #[error("cannot write a store to {}: {why}", path.display())]
+    Output {
+        /// The path given.
+        path: PathBuf,
+        /// Why not.
+        why: String,
+    },
+    /// The file system is too full.
+    #[error(
+        "the store needs {needed} bytes, {} has {free} free: free some or choose another --out",
+        path.display()
+    )]
+    NoSpace {
+        /// A directory on the file system.
+        path: PathBuf,
+        /// Bytes the store takes.
+        needed: u64,
+        /// Bytes available.
+        free: u64,
+    },
+    /// A synthetic store that cannot be.
+    #[error("synthetic store {text:?}: {why}; write layers=4,experts=16,bytes=1048576,seed=1")]
+    Synthetic {
+        /// The description given.
+        text: String,
+        /// What is wrong with it.
+        why: String,
+    },
+}
+
+impl PackError {
+    /// Turns an I/O error into one that names the operation and the path.
+    pub(super) fn io(operation: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
+        let path = path.to_path_buf();
+        move |source| Self::Io { operation, path, source }
+    }
+
+    pub(super) fn output(path: &Path, why: impl fmt::Display) -> Self {
+        Self::Output { path: path.into(), why: why.to_string() }
+    }
+
+    pub(super) fn document(path: &Path, why: impl fmt::Display) -> Self {
+        Self::Document { path: path.into(), why: why.to_string() }
+    }
+}

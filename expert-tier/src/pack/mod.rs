@@ -1,0 +1,215 @@
+//! Packs a checkpoint, or made-up weights, into an expert store.
+//!
+//! [`plan`] reads headers and decides everything; [`run`] moves bytes. A plan is complete: what
+//! it does not complain about is packed, and only a failing disk or a file that changes meanwhile
+//! can stop it. The store appears at its path whole or not at all.
+//!
+//! ```
+//! use expert_tier::pack::{self, SyntheticSpec};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let dir = std::env::temp_dir().join(format!("pack-doc-{}", std::process::id()));
+//! let spec: SyntheticSpec = "layers=2,experts=4,bytes=10000,seed=1".parse()?;
+//! let summary = pack::pack_synthetic(&spec, &dir)?;
+//! assert_eq!(summary.records, 8);
+//! # std::fs::remove_dir_all(&dir)?;
+//! # Ok(())
+//! # }
+//! ```
+
+mod error;
+mod source;
+mod staging;
+mod synthetic;
+mod writer;
+
+use std::fs::File;
+use std::io::Write;
+use std::num::NonZeroUsize;
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
+
+pub use self::error::PackError;
+use self::source::Content;
+use self::staging::{Staging, Target};
+pub use self::synthetic::SyntheticSpec;
+use self::writer::Job;
+use crate::fingerprint::Fingerprint;
+use crate::layout::{DEFAULT_CHUNK_BYTES, ExpertLayout, LayerLayout};
+use crate::store::manifest::{self, Manifest};
+
+/// What to pack.
+#[derive(Clone, Debug)]
+pub enum Source {
+    /// Made-up weights.
+    Synthetic(SyntheticSpec),
+}
+
+/// Settings of a pack.
+#[derive(Clone, Debug)]
+pub struct PackOptions {
+    /// Payload bytes per checksum; part of the store, and so of its fingerprint.
+    pub chunk_bytes: u32,
+    /// Threads; `None` for one per core.
+    pub workers: Option<NonZeroUsize>,
+}
+
+impl Default for PackOptions {
+    fn default() -> Self {
+        Self { chunk_bytes: DEFAULT_CHUNK_BYTES, workers: None }
+    }
+}
+
+/// Everything that is known before the first weight is read.
+#[derive(Debug)]
+pub struct PackPlan {
+    model: String,
+    layout: ExpertLayout,
+    left_dense: Vec<String>,
+    content: Content,
+    workers: usize,
+}
+
+impl PackPlan {
+    /// The layers, records and tensors of the store to be.
+    #[must_use]
+    pub fn layout(&self) -> &ExpertLayout {
+        &self.layout
+    }
+
+    /// Layers with experts that are not packed, because they belong to another tree of layers
+    /// than the model's main one; `mtp.layers.0` say.
+    #[must_use]
+    pub fn left_dense(&self) -> &[String] {
+        &self.left_dense
+    }
+
+    /// Bytes of all record files; the manifest comes on top.
+    #[must_use]
+    pub fn store_bytes(&self) -> u64 {
+        let layer_bytes = |l: &LayerLayout| l.stride().saturating_mul(u64::from(l.experts()));
+        self.layout.layers().iter().map(layer_bytes).fold(0, u64::saturating_add)
+    }
+
+    /// What [`run`] would report, without a fingerprint: it depends on weights not read yet.
+    #[must_use]
+    pub fn summary(&self) -> PackSummary {
+        PackSummary {
+            fingerprint: None,
+            layers: self.layout.layers().len(),
+            records: self.layout.records(),
+            bytes: self.store_bytes(),
+            elapsed: Duration::ZERO,
+            left_dense: self.left_dense.clone(),
+        }
+    }
+
+    /// Finds out whether a store can be written to `out`, without touching it.
+    ///
+    /// # Errors
+    /// There is something at `out` already, or its file system has too little space.
+    pub fn check_output(&self, out: &Path) -> Result<(), PackError> {
+        self.target(out).map(drop)
+    }
+
+    fn target(&self, out: &Path) -> Result<Target, PackError> {
+        let target = Target::check(out)?;
+        target.check_space(self.store_bytes().saturating_add(self.manifest_bytes()?))?;
+        Ok(target)
+    }
+
+    /// Length of the manifest, which does not depend on the checksums in it.
+    fn manifest_bytes(&self) -> Result<u64, PackError> {
+        let checksums = vec![[0; 32]; self.layout.layers().len()];
+        let draft = Manifest::new(self.model.clone(), self.layout.clone(), checksums);
+        let (found, limit) = (draft.as_bytes().len() as u64, manifest::MAX_BYTES);
+        if found > limit {
+            return Err(PackError::ManifestTooLarge { found, limit });
+        }
+        Ok(found)
+    }
+}
+
+/// What a pack did.
+#[derive(Clone, Debug)]
+pub struct PackSummary {
+    /// The store's name; `None` for a pack that was only planned.
+    pub fingerprint: Option<Fingerprint>,
+    /// MoE layers.
+    pub layers: usize,
+    /// Records of all layers.
+    pub records: u64,
+    /// Bytes of all record files, headers and alignment included.
+    pub bytes: u64,
+    /// Time that [`run`] took.
+    pub elapsed: Duration,
+    /// See [`PackPlan::left_dense`].
+    pub left_dense: Vec<String>,
+}
+
+/// Reads what describes the source and decides what each record holds.
+///
+/// # Errors
+/// The source cannot be packed; the error names the file, tensor or setting.
+pub fn plan(source: &Source, options: &PackOptions) -> Result<PackPlan, PackError> {
+    let workers = options.workers.or_else(|| thread::available_parallelism().ok());
+    let workers = workers.map_or(1, NonZeroUsize::get);
+    match source {
+        Source::Synthetic(spec) => Ok(PackPlan {
+            model: "synthetic".into(),
+            layout: spec.layout(options.chunk_bytes)?,
+            left_dense: Vec::new(),
+            content: Content::Synthetic(spec.clone()),
+            workers,
+        }),
+    }
+}
+
+/// Packs `plan` into a store at `out`, which must not exist or be an empty directory.
+///
+/// `progress` is called from worker threads with the bytes written since its last call; the sum
+/// is [`PackPlan::store_bytes`].
+///
+/// # Errors
+/// A file cannot be read or written. Nothing is then at `out`, and nothing is left beside it.
+pub fn run(
+    plan: &PackPlan,
+    out: &Path,
+    progress: &(dyn Fn(u64) + Sync),
+) -> Result<PackSummary, PackError> {
+    let started = Instant::now();
+    let staging = Staging::create(plan.target(out)?)?;
+    let (layout, content) = (&plan.layout, &plan.content);
+    let job = Job { dir: staging.path(), layout, content, workers: plan.workers, progress };
+    writer::preallocate(staging.path(), layout)?;
+    let checksums = job.payloads()?;
+    let manifest = Manifest::new(plan.model.clone(), layout.clone(), checksums.digests());
+    job.headers(&manifest, &checksums)?;
+    write_manifest(staging.path(), &manifest)?;
+    staging.publish()?;
+    Ok(PackSummary {
+        fingerprint: Some(manifest.fingerprint()),
+        elapsed: started.elapsed(),
+        ..plan.summary()
+    })
+}
+
+/// Plans and packs a synthetic store in one call, with default settings.
+///
+/// # Errors
+/// As [`run`].
+pub fn pack_synthetic(spec: &SyntheticSpec, out: &Path) -> Result<PackSummary, PackError> {
+    let plan = plan(&Source::Synthetic(spec.clone()), &PackOptions::default())?;
+    run(&plan, out, &|_| {})
+}
+
+fn write_manifest(dir: &Path, manifest: &Manifest) -> Result<(), PackError> {
+    let path = dir.join(manifest::FILE_NAME);
+    let write = || {
+        let mut file = File::create_new(&path)?;
+        file.write_all(manifest.as_bytes())?;
+        file.sync_all()
+    };
+    write().map_err(PackError::io("write", &path))
+}
