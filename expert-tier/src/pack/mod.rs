@@ -17,7 +17,12 @@
 //! # }
 //! ```
 
+mod checkpoint;
+mod config;
 mod error;
+mod group;
+mod header;
+mod names;
 mod source;
 mod staging;
 mod synthetic;
@@ -26,15 +31,17 @@ mod writer;
 use std::fs::File;
 use std::io::Write;
 use std::num::NonZeroUsize;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use self::checkpoint::Checkpoint;
 pub use self::error::PackError;
-use self::source::Content;
+use self::source::{Content, ShardContent};
 use self::staging::{Staging, Target};
 pub use self::synthetic::SyntheticSpec;
 use self::writer::Job;
+pub(crate) use self::writer::each_worker;
 use crate::fingerprint::Fingerprint;
 use crate::layout::{DEFAULT_CHUNK_BYTES, ExpertLayout, LayerLayout};
 use crate::store::manifest::{self, Manifest};
@@ -42,6 +49,8 @@ use crate::store::manifest::{self, Manifest};
 /// What to pack.
 #[derive(Clone, Debug)]
 pub enum Source {
+    /// A directory with `config.json` and safetensors.
+    Checkpoint(PathBuf),
     /// Made-up weights.
     Synthetic(SyntheticSpec),
 }
@@ -163,6 +172,18 @@ pub fn plan(source: &Source, options: &PackOptions) -> Result<PackPlan, PackErro
             content: Content::Synthetic(spec.clone()),
             workers,
         }),
+        Source::Checkpoint(dir) => {
+            let Checkpoint { config, shards, trees } = Checkpoint::open(dir)?;
+            let records = trees.records(dir, &config, options.chunk_bytes)?;
+            let content = ShardContent { dir: dir.clone(), shards, layers: records.sources };
+            Ok(PackPlan {
+                model: config.model,
+                layout: records.layout,
+                left_dense: records.left_dense,
+                content: Content::Shards(content),
+                workers,
+            })
+        }
     }
 }
 

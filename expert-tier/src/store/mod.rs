@@ -2,5 +2,6 @@
 
 pub mod manifest;
 mod reader;
+pub mod verify;
 
 pub use reader::{ExpertStore, StoreError};

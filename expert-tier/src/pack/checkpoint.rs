@@ -1,0 +1,246 @@
+//! Opens a checkpoint: which shards there are, what they hold, and whether the index agrees.
+//!
+//! Memory: 16 bytes and a place in a hash table for each tensor, so that a name that occurs twice
+//! is found wherever it does; names themselves are kept for expert tensors only, once per layer
+//! and not per expert.
+
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::hash::{BuildHasher, RandomState};
+use std::io::{self, BufReader, Read};
+use std::path::{Path, PathBuf};
+
+use serde::de::{DeserializeSeed, Error as _, IgnoredAny, MapAccess, Visitor};
+
+use super::PackError;
+use super::config::Config;
+use super::group::{Found, Trees};
+use super::header::{EachEntry, MAX_HEADER_BYTES, read_header};
+use super::names::classify;
+
+const INDEX: &str = "model.safetensors.index.json";
+const SINGLE: &str = "model.safetensors";
+const CONFIG: &str = "config.json";
+/// Most shards; several times those of the largest checkpoint published so far.
+const MAX_SHARDS: usize = 65_536;
+
+/// A checkpoint whose every header was read and found sound.
+pub(super) struct Checkpoint {
+    pub(super) config: Config,
+    /// File names within the directory; tensors refer to them by position.
+    pub(super) shards: Vec<String>,
+    pub(super) trees: Trees,
+}
+
+impl Checkpoint {
+    pub(super) fn open(dir: &Path) -> Result<Self, PackError> {
+        let not = |why: String| PackError::NotACheckpoint { path: dir.into(), why };
+        if !dir.is_dir() {
+            return Err(not("no such directory".into()));
+        }
+        if !dir.join(CONFIG).is_file() {
+            return Err(not(format!("it has no {CONFIG}")));
+        }
+        let config = Config::read(&dir.join(CONFIG))?;
+        let index = dir.join(INDEX);
+        let indexed = index.is_file();
+        let shards = if indexed { Shards::of_index(&index)? } else { Shards::single(dir)? };
+        let mut names = Names::default();
+        let mut trees = Trees::default();
+        for number in 0..shards.names.len() {
+            shards.scan(dir, number, &mut names, &mut trees)?;
+        }
+        if indexed {
+            check_index(&index, &shards.names, &names)?;
+        }
+        Ok(Self { config, shards: shards.names, trees })
+    }
+}
+
+/// The shards, each with the first tensor that the index places there.
+struct Shards {
+    names: Vec<String>,
+    first_tensors: Vec<Option<String>>,
+}
+
+impl Shards {
+    fn of_index(index: &Path) -> Result<Self, PackError> {
+        let mut known: HashMap<String, String> = HashMap::new();
+        read_index(index, |tensor, shard| {
+            if known.contains_key(&shard) {
+                return Ok(());
+            }
+            if shard.is_empty() || shard.contains(['/', '\0']) || shard == "." || shard == ".." {
+                let why = format!("{tensor} is placed in {shard:?}, which is not a file name");
+                return Err(PackError::document(index, why));
+            }
+            if known.len() == MAX_SHARDS {
+                return Err(PackError::document(index, format!("more than {MAX_SHARDS} shards")));
+            }
+            known.insert(shard, tensor);
+            Ok(())
+        })?;
+        let mut known: Vec<_> = known.into_iter().collect();
+        known.sort_unstable();
+        let (names, tensors) =
+            known.into_iter().map(|(shard, tensor)| (shard, Some(tensor))).unzip();
+        Ok(Self { names, first_tensors: tensors })
+    }
+
+    fn single(dir: &Path) -> Result<Self, PackError> {
+        let one = |name: String| Ok(Self { names: vec![name], first_tensors: vec![None] });
+        if dir.join(SINGLE).is_file() {
+            return one(SINGLE.into());
+        }
+        let mut names = Vec::new();
+        for entry in fs::read_dir(dir).map_err(PackError::io("list", dir))? {
+            let name = entry.map_err(PackError::io("list", dir))?.file_name();
+            names.extend(name.into_string().ok().filter(|name| name.ends_with(".safetensors")));
+        }
+        names.sort_unstable();
+        let not = |why: String| Err(PackError::NotACheckpoint { path: dir.into(), why });
+        match names.as_slice() {
+            [] => not(format!("it has neither {INDEX} nor {SINGLE}")),
+            [_] => one(names.remove(0)),
+            [a, b, ..] => {
+                let count = names.len();
+                not(format!("it has {count} shards ({a}, {b}, ...) and no {INDEX}"))
+            }
+        }
+    }
+
+    fn scan(
+        &self,
+        dir: &Path,
+        number: usize,
+        names: &mut Names,
+        trees: &mut Trees,
+    ) -> Result<(), PackError> {
+        let shard = &self.names[number];
+        let path = dir.join(shard);
+        if let (Err(error), Some(tensor)) = (fs::metadata(&path), &self.first_tensors[number])
+            && error.kind() == io::ErrorKind::NotFound
+        {
+            return Err(PackError::ShardAbsent { shard: shard.clone(), tensor: tensor.clone() });
+        }
+        // MAX_SHARDS bounds the number far below 2^32.
+        let number = u32::try_from(number).unwrap_or(u32::MAX);
+        read_header(&path, shard, |name, entry, offset| {
+            if let Some(first) = names.insert(&name, number) {
+                let first = self.names[first as usize].clone();
+                let second = shard.clone();
+                return Err(PackError::DuplicateTensor { tensor: name, first, second });
+            }
+            match classify(&name) {
+                Ok(place) => {
+                    let found = Found { shard: number, offset, entry };
+                    trees.add(place, found);
+                    Ok(())
+                }
+                Err(why) => Err(PackError::NotUnderstood { tensor: name, why }),
+            }
+        })
+    }
+}
+
+/// Which shard has a tensor, by a 128-bit hash of its name.
+///
+/// The hashes are keyed at random, so that no file can be made to collide.
+#[derive(Default)]
+struct Names {
+    low: RandomState,
+    high: RandomState,
+    shards: HashMap<(u64, u64), u32>,
+}
+
+impl Names {
+    fn id(&self, name: &str) -> (u64, u64) {
+        (self.low.hash_one(name), self.high.hash_one(name))
+    }
+
+    /// Remembers a tensor; the shard that has it already, if one does.
+    fn insert(&mut self, name: &str, shard: u32) -> Option<u32> {
+        self.shards.insert(self.id(name), shard)
+    }
+
+    fn shard(&self, name: &str) -> Option<u32> {
+        self.shards.get(&self.id(name)).copied()
+    }
+}
+
+/// Every entry of the index must be true. Tensors that it leaves out are taken all the same.
+fn check_index(index: &Path, shards: &[String], names: &Names) -> Result<(), PackError> {
+    read_index(index, |tensor, stated| match names.shard(&tensor) {
+        None => Err(PackError::NotInShard { tensor, shard: stated }),
+        Some(found) if shards[found as usize] != stated => {
+            Err(PackError::WrongShard { tensor, found: shards[found as usize].clone(), stated })
+        }
+        Some(_) => Ok(()),
+    })
+}
+
+/// Calls `each` with the entries of `weight_map`: tensor and shard.
+fn read_index(
+    path: &Path,
+    each: impl FnMut(String, String) -> Result<(), PackError>,
+) -> Result<(), PackError> {
+    let file = File::open(path).map_err(PackError::io("open", path))?;
+    let bytes = file.metadata().map_err(PackError::io("look at", path))?.len();
+    if bytes > MAX_HEADER_BYTES {
+        let why = format!("{bytes} bytes long, accepted are {MAX_HEADER_BYTES}");
+        return Err(PackError::document(path, why));
+    }
+    let reader = BufReader::with_capacity(256 << 10, file.take(MAX_HEADER_BYTES));
+    let mut json = serde_json::Deserializer::from_reader(reader);
+    let mut refused = None;
+    let outcome = WeightMap { each, refused: &mut refused }.deserialize(&mut json);
+    match (refused, outcome.and_then(|()| json.end())) {
+        (Some(error), _) => Err(error),
+        (None, Ok(())) => Ok(()),
+        (None, Err(error)) => Err(PackError::document(path, error)),
+    }
+}
+
+/// Finds `weight_map` in an index and streams it.
+struct WeightMap<'a, F> {
+    each: F,
+    refused: &'a mut Option<PackError>,
+}
+
+impl<'de, F: FnMut(String, String) -> Result<(), PackError>> DeserializeSeed<'de>
+    for WeightMap<'_, F>
+{
+    type Value = ();
+
+    fn deserialize<D: serde::Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
+        deserializer.deserialize_map(self)
+    }
+}
+
+impl<'de, F: FnMut(String, String) -> Result<(), PackError>> Visitor<'de> for WeightMap<'_, F> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("an index with a weight_map")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(mut self, mut map: A) -> Result<(), A::Error> {
+        let mut seen = false;
+        while let Some(key) = map.next_key::<String>()? {
+            if key != "weight_map" {
+                map.next_value::<IgnoredAny>()?;
+                continue;
+            }
+            if std::mem::replace(&mut seen, true) {
+                return Err(A::Error::custom("weight_map is there twice"));
+            }
+            map.next_value_seed(EachEntry::new(&mut self.each, self.refused))?;
+        }
+        if seen { Ok(()) } else { Err(A::Error::custom("it has no weight_map")) }
+    }
+}
+
+/// The path of shard `number`.
+pub(super) fn shard_path(dir: &Path, shards: &[String], number: u32) -> PathBuf {
+    dir.join(&shards[number as usize])
+}
