@@ -35,13 +35,13 @@ fn parse(bytes: &[u8]) {
 fn check_layer(manifest: &Manifest, layer: &LayerLayout) {
     let mut end = 0;
     for tensor in layer.spec().tensors() {
-        assert_eq!(tensor.offset % TENSOR_ALIGN, 0);
+        assert!(tensor.offset.is_multiple_of(TENSOR_ALIGN));
         assert!(tensor.offset >= end, "{} overlaps the tensor before it", tensor.name);
         end = tensor.offset + tensor.bytes;
     }
     assert_eq!(end, layer.spec().payload_bytes());
     assert!(end <= MAX_PAYLOAD_BYTES && layer.chunks() <= MAX_CHUNKS);
-    assert!(layer.stride() >= layer.record_bytes() && layer.stride() % STRIDE_ALIGN == 0);
+    assert!(layer.stride() >= layer.record_bytes() && layer.stride().is_multiple_of(STRIDE_ALIGN));
     assert!(layer.stride().checked_mul(u64::from(layer.experts())).is_some());
 
     let key = |expert| ExpertKey::new(layer.layer(), expert);

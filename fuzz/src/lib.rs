@@ -4,6 +4,8 @@
 //! forger computes it. The targets therefore try each input twice: as it is, and with its
 //! checksums made right.
 
+use expert_tier::store::manifest::Manifest;
+use expert_tier::wire::{FrameHeader, HEADER_BYTES, Secret};
 use sha2::{Digest, Sha256};
 
 /// CRC-32 of IEEE 802.3, bit by bit: slow, and unlike the table-driven one it is compared with.
@@ -64,4 +66,34 @@ pub fn forge_manifest(bytes: &[u8]) -> Option<Vec<u8>> {
     let text: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
     put(&mut forged, at, text.as_bytes());
     Some(forged)
+}
+
+/// The frames that `bytes` begin with, up to the first that is none or is cut short.
+pub fn frames(mut bytes: &[u8]) -> impl Iterator<Item = (FrameHeader, &[u8])> {
+    std::iter::from_fn(move || {
+        let (head, rest) = bytes.split_first_chunk::<HEADER_BYTES>()?;
+        let header = FrameHeader::decode(head).ok()?;
+        let (body, rest) = rest.split_at_checked(usize::try_from(header.body_bytes).ok()?)?;
+        bytes = rest;
+        Some((header, body))
+    })
+}
+
+/// A secret that no input contains: what it protects must stay closed.
+///
+/// # Panics
+/// Never: the text is long enough to be a secret.
+#[must_use]
+pub fn unknown_secret() -> Secret {
+    Secret::new(b"known to one end of every fuzzed handshake").expect("long enough")
+}
+
+/// The store that the fuzzed ends serve or want.
+///
+/// # Panics
+/// The seed is not a manifest: `fuzz/make-seeds` and the format have come apart.
+#[must_use]
+pub fn manifest() -> Manifest {
+    let bytes = include_bytes!("../seeds/manifest/one-layer");
+    Manifest::parse(bytes).expect("the seed is a sound manifest")
 }
