@@ -18,4 +18,5 @@ pub mod tcp;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 pub mod tier;
+pub mod trace;
 pub mod wire;

@@ -60,7 +60,7 @@ variables! {
         "How often one request is sent before it fails.";
     EXPERT_ARENA_BYTES: "268435456", "bytes",
         "Pinned memory for fetched records; limits how many are held at once.";
-    EXPERT_HUGE_PAGES: "auto", "auto, off, required",
+    EXPERT_HUGE_PAGES: "auto", "auto, off",
         "Whether the arena uses 2 MiB pages: fewer TLB misses and shorter registration.";
     EXPERT_NUMA_NODE: "the kernel's choice", "node number",
         "The memory node of the arena: the one nearest to the GPU or NIC.";

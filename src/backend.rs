@@ -1,0 +1,218 @@
+//! The flags that choose a backend, and the backend and arena they make.
+//!
+//! Every flag has a `METRALE_*` variable of the same name; the flag wins.
+
+use std::fmt::Display;
+use std::ops::RangeInclusive;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use anyhow::Context;
+use expert_tier::arena::{ArenaOptions, ExpertArena};
+use expert_tier::fingerprint::Fingerprint;
+use expert_tier::layout::ExpertLayout;
+use expert_tier::posix::{PosixOptions, PosixTier};
+use expert_tier::tcp::{Dialler, TcpOptions, TcpTier};
+use expert_tier::tier::{ExpertTier, TierKind};
+use expert_tier::wire::Secret;
+use gpu_sys::env::{self, Variable};
+use gpu_sys::limits::{IpcLock, LockLimit};
+use gpu_sys::pinned::{HugePages, NumaPlacement};
+
+use crate::usage::UsageError;
+
+/// Flags shared by everything that fetches.
+#[derive(clap::Args, Debug)]
+pub(crate) struct BackendArgs {
+    /// Where experts come from: posix (a local store) or rdma (a peer over TCP)
+    #[arg(long = "expert-backend", value_name = "BACKEND")]
+    backend: Option<String>,
+    /// The local store
+    #[arg(long = "expert-store", alias = "store", value_name = "DIR")]
+    store: Option<PathBuf>,
+    /// The peer
+    #[arg(long = "expert-peer", alias = "peer", value_name = "HOST:PORT")]
+    peer: Option<String>,
+    #[command(flatten)]
+    secret: SecretArgs,
+    /// The store that the peer must serve; any other is refused
+    #[arg(long = "expert-fingerprint", value_name = "HEX")]
+    fingerprint: Option<Fingerprint>,
+    /// Connections to the peer, 1 to 16 [default: 2]
+    #[arg(long = "expert-streams", alias = "streams", value_name = "N")]
+    streams: Option<u32>,
+    /// Requests in flight per connection, 1 to 512 [default: 16]
+    #[arg(long = "expert-depth", alias = "depth", value_name = "N")]
+    depth: Option<u32>,
+    /// Longest wait for the record that is due [default: 2000]
+    #[arg(long = "expert-deadline-ms", alias = "deadline-ms", value_name = "MS")]
+    deadline_ms: Option<u64>,
+    /// Longest time to connect and shake hands [default: 1000]
+    #[arg(long = "expert-connect-ms", alias = "connect-ms", value_name = "MS")]
+    connect_ms: Option<u64>,
+    /// How often one request is sent before it fails [default: 3]
+    #[arg(long = "expert-attempts", alias = "attempts", value_name = "N")]
+    attempts: Option<u32>,
+    /// Pinned memory for fetched records [default: 256 MiB, or what the locked-memory limit allows]
+    #[arg(long = "expert-arena-bytes", alias = "arena-bytes", value_name = "BYTES")]
+    arena_bytes: Option<u64>,
+    /// Whether the arena uses huge pages where there are some: auto or off [default: auto]
+    #[arg(long = "expert-huge-pages", alias = "huge-pages", value_name = "WHEN")]
+    huge_pages: Option<PageWish>,
+    /// Memory node of the arena [default: the kernel's choice]
+    #[arg(long = "expert-numa-node", alias = "numa-node", value_name = "NODE")]
+    numa_node: Option<u32>,
+}
+
+/// The flag of the shared secret, and its variable.
+#[derive(clap::Args, Debug)]
+pub(crate) struct SecretArgs {
+    /// File with the secret shared with the peer
+    #[arg(long = "expert-secret-file", alias = "secret-file", value_name = "FILE")]
+    secret_file: Option<PathBuf>,
+}
+
+impl SecretArgs {
+    pub(crate) fn read(&self) -> anyhow::Result<Option<Secret>> {
+        let file = setting(self.secret_file.clone(), &env::EXPERT_SECRET_FILE)?;
+        Ok(file.as_deref().map(Secret::read).transpose()?)
+    }
+}
+
+/// A backend ready to fetch.
+pub(crate) struct Backend {
+    pub(crate) tier: Box<dyn ExpertTier>,
+    pub(crate) arena: ExpertArena,
+    /// Asks the peer for its status; `None` for local backends.
+    pub(crate) dialler: Option<Dialler>,
+}
+
+impl BackendArgs {
+    /// Opens the backend and makes an arena for its store.
+    pub(crate) fn open(&self) -> anyhow::Result<Backend> {
+        let kind = self.kind()?;
+        let (tier, dialler): (Box<dyn ExpertTier>, _) = match kind {
+            TierKind::Posix => {
+                let store = setting(self.store.clone(), &env::EXPERT_STORE)?;
+                let store = store.ok_or_else(|| missing("posix", "a store", &env::EXPERT_STORE))?;
+                let deadline = self.deadline()?;
+                let options = PosixOptions { deadline, ..PosixOptions::default() };
+                (Box::new(PosixTier::open(&store, options)?), None)
+            }
+            TierKind::Rdma => {
+                let options = self.tcp()?;
+                let dialler =
+                    Dialler::new(options.peer.clone(), options.secret.clone(), options.connect);
+                (Box::new(TcpTier::connect(options)?), Some(dialler))
+            }
+        };
+        let arena = self.arena(tier.manifest().layout())?;
+        Ok(Backend { tier, arena, dialler })
+    }
+
+    fn kind(&self) -> anyhow::Result<TierKind> {
+        let name = setting(self.backend.clone(), &env::EXPERT_BACKEND)?;
+        let names = TierKind::ALL.map(TierKind::name).join(" or ");
+        let missing = || UsageError(format!("which backend? give --expert-backend {names}"));
+        Ok(name.ok_or_else(missing)?.parse::<TierKind>()?)
+    }
+
+    fn deadline(&self) -> anyhow::Result<Duration> {
+        let ms = number(self.deadline_ms, &env::EXPERT_DEADLINE_MS, 1..=600_000, 2000)?;
+        Ok(Duration::from_millis(ms))
+    }
+
+    fn tcp(&self) -> anyhow::Result<TcpOptions> {
+        let peer = setting(self.peer.clone(), &env::EXPERT_PEER)?;
+        let peer = peer.ok_or_else(|| missing("rdma", "a peer", &env::EXPERT_PEER))?;
+        let connect_ms = number(self.connect_ms, &env::EXPERT_CONNECT_MS, 1..=600_000, 1000)?;
+        Ok(TcpOptions {
+            streams: number(self.streams, &env::EXPERT_STREAMS, 1..=16, 2)?,
+            depth: number(self.depth, &env::EXPERT_DEPTH, 1..=512, 16)?,
+            deadline: self.deadline()?,
+            connect: Duration::from_millis(connect_ms),
+            attempts: number(self.attempts, &env::EXPERT_ATTEMPTS, 1..=100, 3)?,
+            secret: self.secret.read()?,
+            fingerprint: setting(self.fingerprint, &env::EXPERT_FINGERPRINT)?,
+            ..TcpOptions::new(peer)
+        })
+    }
+
+    fn arena(&self, layout: &ExpertLayout) -> anyhow::Result<ExpertArena> {
+        let bytes = setting(self.arena_bytes, &env::EXPERT_ARENA_BYTES)?;
+        let bytes = bytes.unwrap_or_else(|| default_arena_bytes(layout));
+        let mut options = ArenaOptions::for_layout(layout, bytes)?;
+        if let Some(huge_pages) = setting(self.huge_pages, &env::EXPERT_HUGE_PAGES)? {
+            options.huge_pages = huge_pages.0;
+        }
+        if let Some(node) = setting(self.numa_node, &env::EXPERT_NUMA_NODE)? {
+            options.numa = NumaPlacement::Node(node);
+        }
+        ExpertArena::new(&options).context("cannot make the arena")
+    }
+}
+
+/// The value of `--expert-huge-pages`.
+#[derive(Clone, Copy, Debug)]
+struct PageWish(HugePages);
+
+impl FromStr for PageWish {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "auto" => Ok(Self(HugePages::Prefer)),
+            "off" => Ok(Self(HugePages::Off)),
+            _ => Err("neither auto nor off"),
+        }
+    }
+}
+
+/// 256 MiB, or room for one record of each stride if that is more; less where the locked-memory
+/// limit leaves less, so that a first try works on a machine where nobody has raised it.
+fn default_arena_bytes(layout: &ExpertLayout) -> u64 {
+    const WANTED: u64 = 256 << 20;
+    let limit = LockLimit::current();
+    let room = match (limit.capability, limit.soft_bytes) {
+        (IpcLock::Absent, Some(soft)) => soft.saturating_sub(limit.locked_bytes),
+        (IpcLock::Granted, _) | (_, None) => u64::MAX,
+    };
+    WANTED.min(room).max(layout.max_stride())
+}
+
+/// The flag's value, else the variable's.
+pub(crate) fn setting<T>(flag: Option<T>, variable: &Variable) -> anyhow::Result<Option<T>>
+where
+    T: FromStr,
+    T::Err: Display,
+{
+    match flag {
+        Some(value) => Ok(Some(value)),
+        None => Ok(variable.read().map_err(|error| UsageError(error.to_string()))?),
+    }
+}
+
+fn number<T>(
+    flag: Option<T>,
+    variable: &Variable,
+    range: RangeInclusive<T>,
+    default: T,
+) -> anyhow::Result<T>
+where
+    T: FromStr + PartialOrd + Display + Copy,
+    T::Err: Display,
+{
+    let value = setting(flag, variable)?.unwrap_or(default);
+    if range.contains(&value) {
+        return Ok(value);
+    }
+    let (flag, unit) = (variable.flag(), variable.unit);
+    let name = variable.name;
+    Err(UsageError(format!("--{flag} ({name}) is {value}; it takes {unit}")).into())
+}
+
+fn missing(backend: &str, what: &str, variable: &Variable) -> UsageError {
+    let (flag, name) = (variable.flag(), variable.name);
+    UsageError(format!("the {backend} backend needs {what}: give --{flag} or set {name}"))
+}

@@ -1,0 +1,175 @@
+//! `metrale bench`: how fast records come.
+
+use std::io::Write;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use expert_peer::StatusReport;
+use expert_tier::key::ExpertKey;
+use expert_tier::tier::{CompletionQueue, FetchRequest};
+use hdrhistogram::Histogram;
+use serde::Serialize;
+
+use crate::backend::{Backend, BackendArgs};
+use crate::usage::UsageError;
+
+#[derive(clap::Args, Debug)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(clap::Subcommand, Debug)]
+enum What {
+    /// Fetch records over and over, in order of layer and expert
+    Fetch(FetchArgs),
+}
+
+#[derive(clap::Args, Debug)]
+struct FetchArgs {
+    #[command(flatten)]
+    backend: BackendArgs,
+    /// Records asked for at once; the next batch starts when all have come
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    batch: usize,
+    /// How long to measure, after half a second of warming up
+    #[arg(long, value_name = "S", default_value_t = 3.0)]
+    seconds: f64,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Report {
+    records: u64,
+    errors: u64,
+    bytes: u64,
+    seconds: f64,
+    gb_per_s: f64,
+    p50_us: f64,
+    p99_us: f64,
+    p999_us: f64,
+    client_cpu_s: f64,
+    peer_cpu_s: f64,
+}
+
+/// What one stretch of fetching came to.
+struct Tally {
+    records: u64,
+    errors: u64,
+    bytes: u64,
+    latency_ns: Histogram<u64>,
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let What::Fetch(args) = &args.what;
+    if !(args.seconds > 0.0 && args.seconds <= 86_400.0) {
+        return Err(UsageError("--seconds takes more than 0, at most 86400".into()).into());
+    }
+    if !(1..=1 << 16).contains(&args.batch) {
+        return Err(UsageError("--batch takes 1 to 65536".into()).into());
+    }
+    let backend = args.backend.open()?;
+    let mut keys: Vec<_> = backend.tier.manifest().layout().keys().collect();
+    measure(&backend, &mut keys, args.batch, Duration::from_millis(500))?;
+
+    let (peer_before, cpu_before) = (peer_cpu_s(&backend)?, gpu_sys::usage::cpu_time());
+    let start = Instant::now();
+    let tally = measure(&backend, &mut keys, args.batch, Duration::from_secs_f64(args.seconds))?;
+    let seconds = start.elapsed().as_secs_f64();
+    let client_cpu_s = (gpu_sys::usage::cpu_time() - cpu_before).as_secs_f64();
+    let us = |quantile| tally.latency_ns.value_at_quantile(quantile) as f64 / 1000.0;
+    let report = Report {
+        records: tally.records,
+        errors: tally.errors,
+        bytes: tally.bytes,
+        seconds,
+        gb_per_s: tally.bytes as f64 / seconds / 1e9,
+        p50_us: us(0.5),
+        p99_us: us(0.99),
+        p999_us: us(0.999),
+        client_cpu_s,
+        peer_cpu_s: peer_cpu_s(&backend)? - peer_before,
+    };
+    print(&report, args.json)?;
+    Ok(if report.errors == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Fetches batch after batch until `span` has passed, going through `keys` in turn.
+fn measure(
+    backend: &Backend,
+    keys: &mut [ExpertKey],
+    batch: usize,
+    span: Duration,
+) -> anyhow::Result<Tally> {
+    let latency_ns = Histogram::new_with_max(600_000_000_000, 3)?;
+    let mut tally = Tally { records: 0, errors: 0, bytes: 0, latency_ns };
+    let queue = CompletionQueue::new();
+    let mut requests = Vec::with_capacity(batch);
+    let bound = backend.tier.deadline() * 4 + Duration::from_secs(5);
+    let start = Instant::now();
+    let mut turn = 0;
+    while start.elapsed() < span {
+        for _ in 0..batch {
+            let key = keys[turn % keys.len()];
+            turn += 1;
+            let bytes = backend.tier.manifest().layout().locate(key)?.record_bytes();
+            let slot = backend.arena.try_acquire(bytes).with_context(|| {
+                format!("the arena has no slots for --batch {batch}: raise --arena-bytes")
+            })?;
+            requests.push(FetchRequest::new(key, slot));
+        }
+        let submitted = Instant::now();
+        backend.tier.submit(&mut requests, &queue);
+        for _ in 0..batch {
+            let Some(completion) = backend.tier.poll(&queue, bound) else {
+                bail!("a request did not complete within {} s", bound.as_secs());
+            };
+            match completion.outcome {
+                Ok(fetched) => {
+                    tally.records += 1;
+                    tally.bytes += fetched.residency.payload().len() as u64;
+                    let took = u64::try_from(submitted.elapsed().as_nanos()).unwrap_or(u64::MAX);
+                    tally.latency_ns.saturating_record(took);
+                }
+                Err(failure) => {
+                    tally.errors += 1;
+                    if tally.errors == 1 {
+                        eprintln!("metrale: {failure}");
+                    }
+                }
+            }
+        }
+    }
+    // Order of the next stretch goes on where this one ended.
+    keys.rotate_left(turn % keys.len());
+    Ok(tally)
+}
+
+/// Processor time that the peer's process has used, by its own account; 0 without a peer.
+fn peer_cpu_s(backend: &Backend) -> anyhow::Result<f64> {
+    let Some(dialler) = &backend.dialler else { return Ok(0.0) };
+    let status: StatusReport = serde_json::from_str(&dialler.status()?)
+        .with_context(|| format!("{} sent a status of another version", dialler.peer))?;
+    Ok(status.cpu_s)
+}
+
+fn print(report: &Report, json: bool) -> anyhow::Result<()> {
+    let mut out = std::io::stdout().lock();
+    if json {
+        serde_json::to_writer(&mut out, report)?;
+        writeln!(out)?;
+        return Ok(());
+    }
+    let Report { records, errors, bytes, seconds, gb_per_s, p50_us, p99_us, p999_us, .. } = report;
+    writeln!(out, "{records} records, {bytes} bytes in {seconds:.2} s: {gb_per_s:.3} GB/s")?;
+    writeln!(out, "latency p50 {p50_us:.1} us, p99 {p99_us:.1} us, p99.9 {p999_us:.1} us")?;
+    writeln!(
+        out,
+        "processor time {:.2} s here, {:.2} s at the peer; {errors} failed",
+        report.client_cpu_s, report.peer_cpu_s
+    )?;
+    Ok(())
+}

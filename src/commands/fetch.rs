@@ -1,0 +1,202 @@
+//! `metrale fetch`: records into the arena, checked.
+
+use std::fs::File;
+use std::io::{BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use expert_tier::key::ExpertKey;
+use expert_tier::tier::{CompletionQueue, FetchRequest, Fetched, Source, TierKind};
+use expert_tier::trace::TraceReader;
+use serde::Serialize;
+
+use crate::backend::{Backend, BackendArgs};
+
+/// Longest wait for a completion or a slot before the program looks at the clock again.
+const WAIT: Duration = Duration::from_millis(500);
+
+#[derive(clap::Args, Debug)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    backend: BackendArgs,
+    #[command(flatten)]
+    what: What,
+    /// Write the record's payload to FILE; its tensors lie at the offsets that `inspect` shows
+    #[arg(long, value_name = "FILE", requires = "expert")]
+    out: Option<PathBuf>,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(clap::Args, Debug)]
+#[group(required = true, multiple = true)]
+struct What {
+    /// The layer of the one expert to fetch
+    #[arg(long, value_name = "L", requires = "expert", conflicts_with_all = ["all", "trace"])]
+    layer: Option<u32>,
+    /// The one expert to fetch
+    #[arg(long, value_name = "E", requires = "layer", conflicts_with_all = ["all", "trace"])]
+    expert: Option<u32>,
+    /// Fetch every expert of every layer
+    #[arg(long, conflicts_with = "trace")]
+    all: bool,
+    /// Fetch what a routing trace asks for, line by line
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+}
+
+#[derive(Serialize)]
+struct Report {
+    backend: &'static str,
+    records: u64,
+    errors: u64,
+    bytes: u64,
+    seconds: f64,
+    by_source: BySource,
+}
+
+#[derive(Serialize, Default)]
+struct BySource {
+    read: u64,
+    push: u64,
+    tcp: u64,
+    local: u64,
+}
+
+impl Report {
+    fn new(kind: TierKind) -> Self {
+        let by_source = BySource::default();
+        Self { backend: kind.name(), records: 0, errors: 0, bytes: 0, seconds: 0.0, by_source }
+    }
+
+    fn count(&mut self, fetched: &Fetched) {
+        self.records += 1;
+        self.bytes += fetched.residency.payload().len() as u64;
+        match fetched.source {
+            Source::Local => self.by_source.local += 1,
+            Source::Tcp => self.by_source.tcp += 1,
+        }
+    }
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let backend = args.backend.open()?;
+    let start = Instant::now();
+    let mut report = Report::new(backend.tier.kind());
+    if let (Some(layer), Some(expert)) = (args.what.layer, args.what.expert) {
+        let fetched = fetch_one(&backend, ExpertKey::new(layer, expert))?;
+        report.count(&fetched);
+        if let Some(path) = &args.out {
+            write_whole(path, fetched.residency.payload())
+                .with_context(|| format!("cannot write {}", path.display()))?;
+        }
+    } else if let Some(path) = &args.what.trace {
+        let file = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
+        for acquire in TraceReader::new(BufReader::new(file)) {
+            let acquire = acquire.with_context(|| path.display().to_string())?;
+            fetch_many(&backend, acquire.keys(), &mut report)?;
+        }
+    } else {
+        fetch_many(&backend, backend.tier.manifest().layout().keys(), &mut report)?;
+    }
+    report.seconds = start.elapsed().as_secs_f64();
+    print(&report, args.json)?;
+    Ok(if report.errors == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn fetch_one(backend: &Backend, key: ExpertKey) -> anyhow::Result<Fetched> {
+    let layer = backend.tier.manifest().layout().locate(key)?;
+    let slot = backend.arena.acquire(layer.record_bytes(), WAIT)?;
+    Ok(backend.tier.fetch(key, slot)?)
+}
+
+/// Fetches `keys`, as many at a time as the arena has slots; a failed one is reported and counted.
+fn fetch_many(
+    backend: &Backend,
+    mut keys: impl Iterator<Item = ExpertKey>,
+    report: &mut Report,
+) -> anyhow::Result<()> {
+    let queue = CompletionQueue::new();
+    let mut batch = Vec::new();
+    let mut due = 0;
+    let mut next = keys.next();
+    while next.is_some() || due > 0 {
+        while let Some(key) = next {
+            let bytes = match backend.tier.manifest().layout().locate(key) {
+                Ok(layer) => layer.record_bytes(),
+                Err(error) => {
+                    note_error(report, &error);
+                    next = keys.next();
+                    continue;
+                }
+            };
+            let Some(slot) = backend.arena.try_acquire(bytes) else { break };
+            batch.push(FetchRequest::new(key, slot));
+            next = keys.next();
+        }
+        due += batch.len();
+        backend.tier.submit(&mut batch, &queue);
+        let Some(completion) = backend.tier.poll(&queue, WAIT) else {
+            // Every request has its own deadline; with none in flight no slot will come free.
+            anyhow::ensure!(due > 0, "the arena has no slot for the next record");
+            continue;
+        };
+        due -= 1;
+        match completion.outcome {
+            Ok(fetched) => report.count(&fetched),
+            Err(failure) => note_error(report, &failure),
+        }
+    }
+    Ok(())
+}
+
+fn note_error(report: &mut Report, error: &dyn std::error::Error) {
+    report.errors += 1;
+    // A dead peer fails every record in the same way; a person needs to read it a few times.
+    match report.errors {
+        1..=10 => eprintln!("metrale: {error}"),
+        11 => eprintln!("metrale: more records failed; the count follows"),
+        _ => {}
+    }
+}
+
+/// Writes a file that is either whole or not there; a device or pipe is written as it is.
+fn write_whole(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    if path.metadata().is_ok_and(|found| !found.is_file()) {
+        return std::fs::OpenOptions::new().write(true).open(path)?.write_all(bytes);
+    }
+    let Some(name) = path.file_name() else {
+        return Err(std::io::Error::new(std::io::ErrorKind::InvalidInput, "not a file name"));
+    };
+    let mut partial = name.to_owned();
+    partial.push(format!(".partial-{}", std::process::id()));
+    let partial = path.with_file_name(partial);
+    let written = File::create(&partial)
+        .and_then(|mut file| file.write_all(bytes))
+        .and_then(|()| std::fs::rename(&partial, path));
+    if written.is_err() {
+        // The first error is the one to report; what is left is a file of ours.
+        drop(std::fs::remove_file(&partial));
+    }
+    written
+}
+
+fn print(report: &Report, json: bool) -> anyhow::Result<()> {
+    let mut out = std::io::stdout().lock();
+    if json {
+        serde_json::to_writer(&mut out, report)?;
+        writeln!(out)?;
+        return Ok(());
+    }
+    let Report { backend, records, errors, bytes, seconds, .. } = report;
+    let rate = *bytes as f64 / seconds.max(1e-9) / 1e9;
+    writeln!(
+        out,
+        "{records} records, {bytes} bytes by {backend} in {seconds:.3} s ({rate:.2} GB/s), \
+         all checked; {errors} failed"
+    )?;
+    Ok(())
+}
