@@ -1,1 +1,18 @@
-//! x
+//! The serving side: an expert peer publishes a store to any number of clients.
+//!
+//! [`Server`] is the library; [`cli`] is the command line that `expert-peer` and
+//! `metrale peer run` share.
+//!
+//! One thread accepts, one thread per connection serves; a connection's memory is one send
+//! buffer, so the peer's memory is bounded by the connections it allows.
+
+#![forbid(unsafe_code)]
+
+pub mod cli;
+mod connection;
+mod registry;
+mod server;
+mod status;
+
+pub use server::{PeerError, PeerOptions, Server, Shutdown};
+pub use status::StatusReport;

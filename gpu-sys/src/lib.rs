@@ -5,5 +5,7 @@
 //! CUDA ([`cuda`]).
 
 pub mod cuda;
+pub mod env;
 pub mod limits;
 pub mod pinned;
+pub mod usage;

@@ -120,9 +120,12 @@ impl<F: Fence> Pool<F> {
             if left.is_zero() {
                 return None;
             }
-            let nap = if state.fenced.is_empty() { left } else { left.min(FENCE_POLL_INTERVAL) };
             state.waiting += 1;
-            state = sync::wait(&self.changed, state, nap);
+            state = if state.fenced.is_empty() {
+                sync::wait(&self.changed, state, left)
+            } else {
+                sync::nap(&self.changed, &self.state, state, left.min(FENCE_POLL_INTERVAL))
+            };
             state.waiting -= 1;
             if let Some(slot) = state.take(slab) {
                 return Some(slot);
@@ -226,3 +229,8 @@ impl<F: Fence> Fenced<F> {
         }
     }
 }
+
+#[cfg(all(test, loom))]
+mod loom_tests;
+#[cfg(all(test, not(loom)))]
+mod tests;

@@ -33,3 +33,27 @@ pub(super) fn wait<'a, T>(
 ) -> MutexGuard<'a, T> {
     condvar.wait(guard).unwrap_or_else(std::sync::PoisonError::into_inner)
 }
+
+/// Waits for a moment, because something is to be looked at again soon.
+#[cfg(not(loom))]
+pub(super) fn nap<'a, T>(
+    condvar: &Condvar,
+    _mutex: &'a Mutex<T>,
+    guard: MutexGuard<'a, T>,
+    moment: Duration,
+) -> MutexGuard<'a, T> {
+    wait(condvar, guard, moment)
+}
+
+/// Lets the other threads of the model run, as a moment would.
+#[cfg(loom)]
+pub(super) fn nap<'a, T>(
+    _condvar: &Condvar,
+    mutex: &'a Mutex<T>,
+    guard: MutexGuard<'a, T>,
+    _moment: Duration,
+) -> MutexGuard<'a, T> {
+    drop(guard);
+    loom::thread::yield_now();
+    lock(mutex)
+}

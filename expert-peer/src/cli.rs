@@ -1,0 +1,114 @@
+//! The command line of a peer: `expert-peer`, and `metrale peer run`.
+
+use std::io::Write;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use clap::Args;
+use expert_tier::wire::Secret;
+use gpu_sys::env;
+use metrics_exporter_prometheus::PrometheusBuilder;
+use signal_hook::consts::{SIGINT, SIGTERM};
+
+use crate::server::{Exposure, PeerOptions, Server, Shutdown};
+
+/// Flags of a peer.
+#[derive(Args, Debug)]
+pub struct RunArgs {
+    /// The store to publish [env: METRALE_EXPERT_STORE]
+    #[arg(long = "expert-store", alias = "store", value_name = "DIR")]
+    store: Option<PathBuf>,
+    /// Address and port to listen on; port 0 takes a free one
+    #[arg(long, default_value = "127.0.0.1:9909", value_name = "ADDR:PORT")]
+    listen: SocketAddr,
+    /// File with the secret that clients must know [env: METRALE_EXPERT_SECRET_FILE]
+    #[arg(long = "expert-secret-file", alias = "secret-file", value_name = "FILE")]
+    secret_file: Option<PathBuf>,
+    /// Listen beyond loopback without a secret: anybody who can connect may fetch
+    #[arg(long)]
+    insecure: bool,
+    /// Most clients at once
+    #[arg(long, default_value_t = 64, value_name = "N",
+        value_parser = clap::value_parser!(u32).range(1..=4096))]
+    max_clients: u32,
+    /// Serve Prometheus metrics at http://ADDR:PORT/metrics
+    #[arg(long, value_name = "ADDR:PORT")]
+    metrics_listen: Option<SocketAddr>,
+    /// Longest time for a client's handshake, and for a request once it has begun
+    #[arg(long, default_value_t = 5000, value_name = "MS",
+        value_parser = clap::value_parser!(u64).range(1..=600_000))]
+    handshake_ms: u64,
+    /// Longest time in which a client must take some bytes of an answer
+    #[arg(long, default_value_t = 10_000, value_name = "MS",
+        value_parser = clap::value_parser!(u64).range(1..=600_000))]
+    stall_ms: u64,
+    /// Longest time to finish answers after SIGTERM
+    #[arg(long, default_value_t = 10_000, value_name = "MS",
+        value_parser = clap::value_parser!(u64).range(0..=600_000))]
+    drain_ms: u64,
+}
+
+/// Runs a peer until SIGTERM or SIGINT; a second signal ends it at once.
+///
+/// # Errors
+/// The peer cannot start, or its listening socket failed.
+pub fn run(args: &RunArgs) -> anyhow::Result<()> {
+    if let Some(address) = args.metrics_listen {
+        PrometheusBuilder::new()
+            .with_http_listener(address)
+            .install()
+            .with_context(|| format!("cannot serve metrics on {address}"))?;
+        tracing::info!(%address, "metrics at /metrics");
+    }
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [SIGTERM, SIGINT] {
+        // In this order: the first signal finds the flag unset and sets it, the second exits.
+        signal_hook::flag::register_conditional_shutdown(signal, 1, Arc::clone(&stop))
+            .context("cannot handle signals")?;
+        signal_hook::flag::register(signal, Arc::clone(&stop)).context("cannot handle signals")?;
+    }
+    let server = Server::bind(options(args)?, Shutdown::from_flag(stop))?;
+    let mut stdout = std::io::stdout();
+    writeln!(stdout, "listening on {}", server.address())
+        .and_then(|()| stdout.flush())
+        .context("cannot write to stdout")?;
+    server.run()?;
+    Ok(())
+}
+
+fn options(args: &RunArgs) -> anyhow::Result<PeerOptions> {
+    let store = match &args.store {
+        Some(store) => Some(store.clone()),
+        None => env::EXPERT_STORE.read::<PathBuf>()?,
+    };
+    let Some(store) = store else {
+        bail!("no store: give --store DIR or set METRALE_EXPERT_STORE");
+    };
+    let secret_file = match &args.secret_file {
+        Some(file) => Some(file.clone()),
+        None => env::EXPERT_SECRET_FILE.read::<PathBuf>()?,
+    };
+    let exposure = if args.insecure { Exposure::Insecure } else { Exposure::SecretOrLoopback };
+    Ok(PeerOptions {
+        listen: args.listen,
+        secret: secret_file.as_deref().map(Secret::read).transpose()?,
+        exposure,
+        max_clients: args.max_clients,
+        handshake: Duration::from_millis(args.handshake_ms),
+        stall: Duration::from_millis(args.stall_ms),
+        drain: Duration::from_millis(args.drain_ms),
+        ..PeerOptions::new(store)
+    })
+}
+
+/// Sends log lines to stderr; `RUST_LOG` chooses which, `info` and above by default.
+pub fn start_logging() {
+    let filter = tracing_subscriber::EnvFilter::try_from_default_env()
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
+    let _already_set =
+        tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).try_init();
+}

@@ -1,0 +1,349 @@
+//! One client's connection: handshake, then requests answered in order.
+
+use std::io::{self, Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use expert_tier::fingerprint::Fingerprint;
+use expert_tier::key::ExpertKey;
+use expert_tier::store::StoreError;
+use expert_tier::wire::frame::{
+    FrameError, FrameHeader, FrameType, HEADER_BYTES, MAX_TEXT_BYTES, Status,
+};
+use expert_tier::wire::handshake::{HandshakeError, ServerHandshake, clip, encode_frame, refusal};
+use expert_tier::wire::io::{IoError, read_frame, write_all};
+use expert_tier::wire::message::{FETCH_BYTES, Welcome, decode_fetch};
+use metrics::{Counter, Histogram, counter, histogram};
+use rand::Rng;
+use socket2::{SockRef, TcpKeepalive};
+
+use crate::registry::Place;
+use crate::server::Shared;
+
+/// Bytes read from the store and sent at once.
+const PIECE_BYTES: usize = 256 * 1024;
+/// How often an idle connection looks whether the peer is shutting down.
+const TICK: Duration = Duration::from_millis(200);
+
+/// Why a connection ended.
+#[derive(Debug, thiserror::Error)]
+enum End {
+    #[error("the client closed")]
+    Closed,
+    #[error("{0}")]
+    Handshake(#[from] HandshakeError),
+    #[error("{0}")]
+    Frame(#[from] FrameError),
+    #[error("{0}")]
+    Full(#[from] crate::registry::Full),
+    #[error("{0}")]
+    Io(#[from] IoError),
+    #[error("the connection failed: {0}")]
+    Socket(#[from] io::Error),
+    #[error("the client took no bytes for {0} ms")]
+    Stalled(u128),
+    #[error("{0}")]
+    Store(#[from] StoreError),
+    #[error("the client wants store {wanted}, this peer publishes {published}")]
+    OtherStore { wanted: Fingerprint, published: Fingerprint },
+}
+
+/// A connection and the thread that serves it.
+pub(crate) struct Connection {
+    shared: Arc<Shared>,
+    place: Place,
+    socket: TcpStream,
+    client: SocketAddr,
+    client_id: [u8; 16],
+    attached: bool,
+    told_to_drain: bool,
+    /// The one buffer of the connection: a frame header and a piece of a record.
+    buffer: Vec<u8>,
+    counters: Counters,
+}
+
+struct Counters {
+    served: Counter,
+    bytes: Counter,
+    seconds: Histogram,
+}
+
+impl Connection {
+    pub(crate) fn new(
+        shared: Arc<Shared>,
+        place: Place,
+        socket: TcpStream,
+        client: SocketAddr,
+    ) -> Self {
+        let counters = Counters {
+            served: counter!("metrale_peer_requests_total", "status" => Status::Ok.name()),
+            bytes: counter!("metrale_peer_bytes_total"),
+            seconds: histogram!("metrale_peer_request_seconds"),
+        };
+        Self {
+            shared,
+            place,
+            socket,
+            client,
+            client_id: [0; 16],
+            attached: false,
+            told_to_drain: false,
+            buffer: Vec::new(),
+            counters,
+        }
+    }
+
+    /// Serves until the connection ends.
+    pub(crate) fn run(mut self) {
+        let client = self.client;
+        let end = self.greet().and_then(|()| self.serve());
+        let Err(end) = end else { return };
+        match &end {
+            End::Closed => tracing::debug!(%client, "a connection ended"),
+            End::Handshake(error) => {
+                let (status, text) = refusal(error);
+                self.shared.refuse(&self.socket, client, status, &text);
+            }
+            End::Frame(error) => {
+                self.shared.refuse(&self.socket, client, Status::Protocol, &error.to_string());
+            }
+            End::Full(full) => {
+                self.shared.refuse(&self.socket, client, Status::Busy, &full.to_string());
+            }
+            End::OtherStore { .. } => {
+                self.shared.refuse(&self.socket, client, Status::OtherStore, &end.to_string());
+            }
+            End::Io(IoError::Closed) => tracing::debug!(%client, "closed before the handshake"),
+            End::Io(_) | End::Socket(_) | End::Stalled(_) | End::Store(_) => {
+                tracing::warn!(%client, reason = %end, "dropped a connection");
+            }
+        }
+    }
+
+    /// The handshake up to `Welcome`, all of it within one bound.
+    fn greet(&mut self) -> Result<(), End> {
+        self.prepare();
+        let manifest = self.shared.store.manifest();
+        let welcome = Welcome {
+            fingerprint: manifest.fingerprint(),
+            manifest_bytes: manifest.as_bytes().len() as u64,
+        };
+        let mut nonce = [0; 32];
+        rand::rng().fill_bytes(&mut nonce);
+        let secret = self.shared.options.secret.clone();
+        let mut handshake = ServerHandshake::new(secret, nonce, welcome);
+        let bound = self.shared.options.handshake;
+        let start = Instant::now();
+        loop {
+            let left = bound.saturating_sub(start.elapsed());
+            let (header, body) = match read_frame(&mut self.socket, MAX_TEXT_BYTES, left) {
+                Err(IoError::Frame(error)) => return Err(error.into()),
+                other => other?,
+            };
+            let step = handshake.on_frame(&header, &body)?;
+            let left = bound.saturating_sub(start.elapsed());
+            write_all(&mut self.socket, &step.send, left)?;
+            self.client_id = step.client_id.unwrap_or(self.client_id);
+            if step.done {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Options that make a vanished client noticed and a small answer leave at once.
+    fn prepare(&self) {
+        let alive = TcpKeepalive::new()
+            .with_time(Duration::from_secs(20))
+            .with_interval(Duration::from_secs(5))
+            .with_retries(4);
+        let set = self
+            .socket
+            .set_nodelay(true)
+            .and_then(|()| SockRef::from(&self.socket).set_tcp_keepalive(&alive));
+        if let Err(error) = set {
+            tracing::debug!(client = %self.client, %error, "a socket option was refused");
+        }
+    }
+
+    fn serve(&mut self) -> Result<(), End> {
+        self.socket.set_read_timeout(Some(TICK))?;
+        self.socket.set_write_timeout(Some(self.shared.options.stall))?;
+        loop {
+            let mut bytes = [0; HEADER_BYTES];
+            self.read(&mut bytes)?;
+            let header = FrameHeader::decode(&bytes)?;
+            match header.frame {
+                FrameType::Fetch if self.attached => self.fetch(&header)?,
+                FrameType::Attach => self.attach()?,
+                FrameType::ManifestRequest => {
+                    let manifest = Arc::clone(self.shared.store.manifest());
+                    self.send_control(FrameType::Manifest, manifest.as_bytes())?;
+                }
+                FrameType::StatusRequest => {
+                    let report = self.shared.status();
+                    let json = serde_json::to_vec(&report).map_err(io::Error::other)?;
+                    self.send_control(FrameType::StatusReport, &json)?;
+                }
+                found => {
+                    let expected = "Fetch after Attach, or a request of the handshake";
+                    return Err(FrameError::Unexpected { found, expected }.into());
+                }
+            }
+        }
+    }
+
+    fn attach(&mut self) -> Result<(), End> {
+        let mut body = [0; 32];
+        self.read(&mut body)?;
+        let (wanted, published) = (Fingerprint(body), self.shared.store.manifest().fingerprint());
+        if wanted != published {
+            return Err(End::OtherStore { wanted, published });
+        }
+        self.place.attach(self.client_id)?;
+        if !self.attached {
+            self.attached = true;
+            self.buffer = vec![0; HEADER_BYTES + PIECE_BYTES];
+            let id = u32::from_le_bytes([
+                self.client_id[0],
+                self.client_id[1],
+                self.client_id[2],
+                self.client_id[3],
+            ]);
+            tracing::info!(client = %self.client, id = format!("{id:08x}"), "attached");
+        }
+        self.send_control(FrameType::Attached, &[])
+    }
+
+    fn fetch(&mut self, header: &FrameHeader) -> Result<(), End> {
+        let start = Instant::now();
+        let mut body = [0; FETCH_BYTES];
+        self.read(&mut body)?;
+        let key = decode_fetch(&body);
+        let record_bytes = match self.shared.store.manifest().layout().locate(key) {
+            Ok(layer) => layer.record_bytes(),
+            Err(error) => return self.answer_error(header, Status::NoSuchKey, &error.to_string()),
+        };
+        // Nothing is promised before the first piece has been read.
+        let first = piece_bytes(record_bytes, 0);
+        let read =
+            self.shared.store.read_at(key, 0, &mut self.buffer[HEADER_BYTES..HEADER_BYTES + first]);
+        if let Err(error) = read {
+            tracing::error!(%key, %error, "a record could not be read");
+            return self.answer_error(header, Status::Unreadable, &error.to_string());
+        }
+        let answer = FrameHeader {
+            frame: FrameType::Record,
+            status: Status::Ok,
+            request_id: header.request_id,
+            body_bytes: record_bytes,
+        };
+        self.buffer[..HEADER_BYTES].copy_from_slice(&answer.encode());
+        self.send(HEADER_BYTES + first)?;
+        self.send_rest(key, record_bytes, first as u64)?;
+        self.shared.tally.served.fetch_add(1, Ordering::Relaxed);
+        self.shared.tally.bytes.fetch_add(record_bytes, Ordering::Relaxed);
+        self.counters.served.increment(1);
+        self.counters.bytes.increment(record_bytes);
+        self.counters.seconds.record(start.elapsed());
+        Ok(())
+    }
+
+    /// Sends the record from byte `done` on. A failed read ends the connection here: the length
+    /// has been promised, and a client must never take filler for weights.
+    fn send_rest(&mut self, key: ExpertKey, record_bytes: u64, mut done: u64) -> Result<(), End> {
+        while done < record_bytes {
+            let piece = piece_bytes(record_bytes, done);
+            self.shared.store.read_at(key, done, &mut self.buffer[..piece])?;
+            self.send(piece)?;
+            done += piece as u64;
+        }
+        Ok(())
+    }
+
+    fn answer_error(
+        &mut self,
+        header: &FrameHeader,
+        status: Status,
+        text: &str,
+    ) -> Result<(), End> {
+        self.shared.tally.errors.fetch_add(1, Ordering::Relaxed);
+        counter!("metrale_peer_requests_total", "status" => status.name()).increment(1);
+        let text = clip(text).as_bytes();
+        let answer = FrameHeader {
+            frame: FrameType::Record,
+            status,
+            request_id: header.request_id,
+            body_bytes: text.len() as u64,
+        };
+        let frame = [&answer.encode()[..], text].concat();
+        send_all(&self.socket, &frame, self.shared.options.stall)
+    }
+
+    fn send_control(&self, frame: FrameType, body: &[u8]) -> Result<(), End> {
+        let bytes = encode_frame(frame, Status::Ok, body);
+        send_all(&self.socket, &bytes, self.shared.options.stall)
+    }
+
+    /// Sends the first `bytes` of the buffer.
+    fn send(&self, bytes: usize) -> Result<(), End> {
+        send_all(&self.socket, &self.buffer[..bytes], self.shared.options.stall)
+    }
+
+    /// Fills `out`, however long the client is idle before it starts; once it has started, a
+    /// request must come whole within the handshake's bound. Tells the client when the peer drains.
+    fn read(&mut self, out: &mut [u8]) -> Result<(), End> {
+        let mut done = 0;
+        let mut begun = None;
+        while done < out.len() {
+            if self.shared.shutdown.begun() && !self.told_to_drain {
+                self.told_to_drain = true;
+                self.send_control(FrameType::Drain, &[])?;
+            }
+            match self.socket.read(&mut out[done..]) {
+                Ok(0) => return Err(End::Closed),
+                Ok(count) => done += count,
+                Err(error) => match error.kind() {
+                    io::ErrorKind::WouldBlock
+                    | io::ErrorKind::TimedOut
+                    | io::ErrorKind::Interrupted => {}
+                    io::ErrorKind::ConnectionReset => return Err(End::Closed),
+                    _ => return Err(error.into()),
+                },
+            }
+            let limit = self.shared.options.handshake;
+            let waiting = done > 0 || !self.attached;
+            if waiting && begun.get_or_insert_with(Instant::now).elapsed() > limit {
+                return Err(End::Io(IoError::Deadline { waited: limit }));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Sends all of `bytes`; each part of it must go within `stall`, the socket's send timeout.
+fn send_all(mut socket: &TcpStream, mut bytes: &[u8], stall: Duration) -> Result<(), End> {
+    while !bytes.is_empty() {
+        match socket.write(bytes) {
+            Ok(0) => return Err(End::Closed),
+            Ok(count) => bytes = &bytes[count..],
+            Err(error) => match error.kind() {
+                io::ErrorKind::Interrupted => {}
+                io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
+                    return Err(End::Stalled(stall.as_millis()));
+                }
+                io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
+                    return Err(End::Closed);
+                }
+                _ => return Err(error.into()),
+            },
+        }
+    }
+    Ok(())
+}
+
+/// Bytes of the piece of a record that starts at `done`.
+fn piece_bytes(record_bytes: u64, done: u64) -> usize {
+    usize::try_from(record_bytes - done).map_or(PIECE_BYTES, |left| left.min(PIECE_BYTES))
+}

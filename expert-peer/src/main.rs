@@ -1,0 +1,26 @@
+//! `expert-peer`: publishes an expert store. The same as `metrale peer run`.
+
+#![forbid(unsafe_code)]
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+/// Publishes an expert store to clients
+#[derive(Parser)]
+#[command(version)]
+struct Command {
+    #[command(flatten)]
+    args: expert_peer::cli::RunArgs,
+}
+
+fn main() -> ExitCode {
+    expert_peer::cli::start_logging();
+    match expert_peer::cli::run(&Command::parse().args) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("expert-peer: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

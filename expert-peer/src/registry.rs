@@ -1,0 +1,199 @@
+//! Who is connected, and how many may be.
+//!
+//! A client is everything that shares one client id; it may hold several connections. Limits:
+//! clients that have attached, connections per client, and connections that have not attached
+//! yet, so that strangers cannot crowd out clients.
+
+use std::collections::HashMap;
+use std::net::{Shutdown, TcpStream};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use metrics::gauge;
+
+/// Connections that one client may hold.
+const MAX_CONNECTIONS_PER_CLIENT: usize = expert_tier::tcp::MAX_STREAMS as usize;
+/// Connections that may be there without having attached: handshakes and status requests.
+const MAX_UNATTACHED: usize = 64;
+
+/// Names a connection while it is registered.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub(crate) struct ConnectionId(u64);
+
+/// Why a connection is not let in.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub(crate) enum Full {
+    #[error("{0} connections are shaking hands already")]
+    Unattached(usize),
+    #[error("{0} clients are attached already; --max-clients is the limit")]
+    Clients(usize),
+    #[error("this client has {0} connections already")]
+    Connections(usize),
+}
+
+/// All connections of a peer.
+pub(crate) struct Registry {
+    max_clients: usize,
+    state: Mutex<State>,
+    /// Rung when a connection leaves.
+    left: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    next: u64,
+    connections: HashMap<ConnectionId, Entry>,
+    /// Attached connections of each client.
+    clients: HashMap<[u8; 16], usize>,
+}
+
+struct Entry {
+    socket: TcpStream,
+    client: Option<[u8; 16]>,
+}
+
+/// A connection's place in the registry; dropping it gives the place up.
+pub(crate) struct Place {
+    registry: Arc<Registry>,
+    id: ConnectionId,
+}
+
+impl Registry {
+    pub(crate) fn new(max_clients: usize) -> Arc<Self> {
+        Arc::new(Self { max_clients, state: Mutex::default(), left: Condvar::new() })
+    }
+
+    /// Lets a new connection in, before anything is known of it.
+    pub(crate) fn enter(self: &Arc<Self>, socket: TcpStream) -> Result<Place, Full> {
+        let mut state = self.lock();
+        let attached: usize = state.clients.values().sum();
+        let unattached = state.connections.len() - attached;
+        if unattached >= MAX_UNATTACHED {
+            return Err(Full::Unattached(unattached));
+        }
+        let id = ConnectionId(state.next);
+        state.next += 1;
+        state.connections.insert(id, Entry { socket, client: None });
+        state.publish();
+        Ok(Place { registry: Arc::clone(self), id })
+    }
+
+    /// Clients attached and connections open.
+    pub(crate) fn counts(&self) -> (usize, usize) {
+        let state = self.lock();
+        (state.clients.len(), state.connections.len())
+    }
+
+    /// Waits until no connection is left, at most `wait`; says how many are.
+    pub(crate) fn wait_empty(&self, wait: Duration) -> usize {
+        let state = self.lock();
+        let waited =
+            self.left.wait_timeout_while(state, wait, |state| !state.connections.is_empty());
+        waited.unwrap_or_else(PoisonError::into_inner).0.connections.len()
+    }
+
+    /// Ends every connection that is left.
+    pub(crate) fn cut_all(&self) {
+        for entry in self.lock().connections.values() {
+            if let Err(error) = entry.socket.shutdown(Shutdown::Both) {
+                tracing::debug!(%error, "shutdown of a connection that had ended");
+            }
+        }
+    }
+
+    /// Both maps change together under this lock and nothing in between can panic.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Place {
+    /// Counts the connection as one of client `client`.
+    pub(crate) fn attach(&self, client: [u8; 16]) -> Result<(), Full> {
+        let mut state = self.registry.lock();
+        let known = state.clients.get(&client).copied();
+        match known {
+            None if state.clients.len() >= self.registry.max_clients => {
+                return Err(Full::Clients(state.clients.len()));
+            }
+            Some(count) if count >= MAX_CONNECTIONS_PER_CLIENT => {
+                return Err(Full::Connections(count));
+            }
+            _ => {}
+        }
+        let Some(entry) = state.connections.get_mut(&self.id) else { return Ok(()) };
+        if entry.client.replace(client).is_none() {
+            *state.clients.entry(client).or_insert(0) += 1;
+        }
+        state.publish();
+        Ok(())
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let mut state = self.registry.lock();
+        let client = state.connections.remove(&self.id).and_then(|entry| entry.client);
+        if let Some(client) = client
+            && let Some(count) = state.clients.get_mut(&client)
+        {
+            *count -= 1;
+            if *count == 0 {
+                state.clients.remove(&client);
+            }
+        }
+        state.publish();
+        drop(state);
+        self.registry.left.notify_all();
+    }
+}
+
+impl State {
+    fn publish(&self) {
+        // Counts are bounded by the limits above, far below 2^52.
+        gauge!("metrale_peer_clients").set(self.clients.len() as f64);
+        gauge!("metrale_peer_connections").set(self.connections.len() as f64);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use super::*;
+
+    fn socket() -> TcpStream {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        TcpStream::connect(listener.local_addr().unwrap()).unwrap()
+    }
+
+    #[test]
+    fn clients_are_counted_by_id_and_leave_with_their_last_connection() {
+        let registry = Registry::new(1);
+        let (a, b) = (registry.enter(socket()).unwrap(), registry.enter(socket()).unwrap());
+        a.attach([1; 16]).unwrap();
+        b.attach([1; 16]).unwrap();
+        let c = registry.enter(socket()).unwrap();
+        assert_eq!(c.attach([2; 16]), Err(Full::Clients(1)));
+        drop(a);
+        assert_eq!(c.attach([2; 16]), Err(Full::Clients(1)));
+        drop(b);
+        assert_eq!(c.attach([2; 16]), Ok(()));
+        assert_eq!(registry.counts(), (1, 1));
+        drop(c);
+        assert_eq!(registry.counts(), (0, 0));
+        assert_eq!(registry.wait_empty(Duration::ZERO), 0);
+    }
+
+    #[test]
+    fn strangers_cannot_crowd_out_clients() {
+        let registry = Registry::new(1);
+        let client = registry.enter(socket()).unwrap();
+        client.attach([1; 16]).unwrap();
+        let strangers: Vec<_> =
+            (0..MAX_UNATTACHED).map(|_| registry.enter(socket()).unwrap()).collect();
+        assert_eq!(registry.enter(socket()).err(), Some(Full::Unattached(MAX_UNATTACHED)));
+        drop(strangers);
+        assert!(registry.enter(socket()).is_ok());
+    }
+}

@@ -1,0 +1,330 @@
+//! Listening, accepting, and shutting down.
+
+use std::io;
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use expert_tier::store::{ExpertStore, StoreError};
+use expert_tier::wire::handshake::encode_refusal;
+use expert_tier::wire::io::write_all;
+use expert_tier::wire::{Secret, Status};
+use metrics::counter;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use crate::connection::Connection;
+use crate::registry::Registry;
+use crate::status::{StatusReport, Tally};
+
+/// How often the accepting thread looks whether it should stop.
+const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
+
+/// Settings of a peer.
+#[derive(Clone, Debug)]
+pub struct PeerOptions {
+    /// The store to publish.
+    pub store: PathBuf,
+    /// Where to listen; port 0 takes a free one.
+    pub listen: SocketAddr,
+    /// What clients must know.
+    pub secret: Option<Secret>,
+    /// Whether to listen beyond loopback without a secret.
+    pub exposure: Exposure,
+    /// Most clients at once.
+    pub max_clients: u32,
+    /// Longest time for a client's whole handshake.
+    pub handshake: Duration,
+    /// Longest time in which a client must take some bytes of an answer.
+    pub stall: Duration,
+    /// Longest time to finish answers when shutting down.
+    pub drain: Duration,
+}
+
+/// Whether a peer may be reached by others without proof.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Exposure {
+    /// Without a secret, only loopback addresses are listened on.
+    SecretOrLoopback,
+    /// The operator said `--insecure`.
+    Insecure,
+}
+
+impl PeerOptions {
+    /// The defaults for a store.
+    #[must_use]
+    pub fn new(store: PathBuf) -> Self {
+        Self {
+            store,
+            listen: SocketAddr::from(([127, 0, 0, 1], 9909)),
+            secret: None,
+            exposure: Exposure::SecretOrLoopback,
+            max_clients: 64,
+            handshake: Duration::from_secs(5),
+            stall: Duration::from_secs(10),
+            drain: Duration::from_secs(10),
+        }
+    }
+}
+
+/// Why a peer does not start, or stops.
+#[derive(Debug, thiserror::Error)]
+pub enum PeerError {
+    /// The store cannot be opened.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// Others could connect without proof.
+    #[error(
+        "{listen} can be reached from other machines and there is no secret: give --secret-file, \
+         or --insecure to serve anybody"
+    )]
+    Exposed {
+        /// The address.
+        listen: SocketAddr,
+    },
+    /// The address is not free or not ours.
+    #[error("cannot listen on {listen}: {source}")]
+    Listen {
+        /// The address.
+        listen: SocketAddr,
+        /// The system's answer.
+        source: io::Error,
+    },
+    /// The listening socket failed.
+    #[error("cannot accept connections on {listen}: {source}")]
+    Accept {
+        /// The address.
+        listen: SocketAddr,
+        /// The system's answer.
+        source: io::Error,
+    },
+}
+
+/// Tells a running server to stop. Cheap to clone.
+#[derive(Clone, Default, Debug)]
+pub struct Shutdown(Arc<AtomicBool>);
+
+impl Shutdown {
+    /// A switch that has not been thrown.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// A switch over a flag that a signal handler sets.
+    #[must_use]
+    pub fn from_flag(flag: Arc<AtomicBool>) -> Self {
+        Self(flag)
+    }
+
+    /// Begins the drain.
+    pub fn begin(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether the drain has begun.
+    #[must_use]
+    pub fn begun(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// A peer that listens.
+pub struct Server {
+    listener: TcpListener,
+    address: SocketAddr,
+    shared: Arc<Shared>,
+}
+
+/// What every connection needs.
+pub(crate) struct Shared {
+    pub(crate) options: PeerOptions,
+    pub(crate) store: ExpertStore,
+    pub(crate) registry: Arc<Registry>,
+    pub(crate) tally: Tally,
+    pub(crate) shutdown: Shutdown,
+}
+
+impl Server {
+    /// Opens the store and listens.
+    ///
+    /// # Errors
+    /// The store cannot be opened, the address cannot be had, or listening on it would serve
+    /// anybody.
+    pub fn bind(options: PeerOptions, shutdown: Shutdown) -> Result<Self, PeerError> {
+        let listen = options.listen;
+        let exposed = !listen.ip().to_canonical().is_loopback() && options.secret.is_none();
+        if exposed && options.exposure != Exposure::Insecure {
+            return Err(PeerError::Exposed { listen });
+        }
+        let store = ExpertStore::open(&options.store)?;
+        let bound = TcpListener::bind(listen).and_then(|listener| {
+            listener.set_nonblocking(true)?;
+            Ok((listener.local_addr()?, listener))
+        });
+        let (address, listener) = bound.map_err(|source| PeerError::Listen { listen, source })?;
+        let registry = Registry::new(options.max_clients.max(1) as usize);
+        let shared = Shared { options, store, registry, tally: Tally::new(), shutdown };
+        let manifest = shared.store.manifest();
+        tracing::info!(%address, store = %shared.store.dir().display(),
+            fingerprint = %manifest.fingerprint(), model = manifest.model(),
+            records = manifest.layout().records(), secret = shared.options.secret.is_some(),
+            "publishing");
+        if exposed {
+            tracing::warn!(%address, "no secret: anybody who can connect may fetch");
+        }
+        Ok(Self { listener, address, shared: Arc::new(shared) })
+    }
+
+    /// The address listened on, with the real port.
+    #[must_use]
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// The peer's description of itself.
+    #[must_use]
+    pub fn status(&self) -> StatusReport {
+        self.shared.status()
+    }
+
+    /// Serves until the shutdown begins and the answers under way are finished or cut.
+    ///
+    /// # Errors
+    /// The listening socket failed.
+    pub fn run(self) -> Result<(), PeerError> {
+        let listen = self.address;
+        while !self.shared.shutdown.begun() {
+            let mut fds = [PollFd::new(&self.listener, PollFlags::IN)];
+            match poll(&mut fds, Some(&TICK)) {
+                Ok(0) | Err(rustix::io::Errno::INTR) => continue,
+                Ok(_) => {}
+                Err(errno) => return Err(PeerError::Accept { listen, source: errno.into() }),
+            }
+            match self.listener.accept() {
+                Ok((socket, client)) => self.admit(socket, client),
+                Err(error) if passing(&error) => {
+                    // Out of descriptors or memory: what is open goes on, and room may come back.
+                    tracing::warn!(%error, "a connection could not be accepted");
+                    let mut none = [];
+                    let _woken = poll(&mut none, Some(&TICK));
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(source) => return Err(PeerError::Accept { listen, source }),
+            }
+        }
+        drop(self.listener);
+        self.shared.finish();
+        Ok(())
+    }
+
+    /// Starts a thread for a new connection, or refuses it.
+    fn admit(&self, socket: TcpStream, client: SocketAddr) {
+        let shared = Arc::clone(&self.shared);
+        let place = socket
+            .set_nonblocking(false)
+            .and_then(|()| socket.try_clone())
+            .map_err(|error| error.to_string())
+            .and_then(|clone| shared.registry.enter(clone).map_err(|full| full.to_string()));
+        let place = match place {
+            Ok(place) => place,
+            Err(reason) => {
+                self.shared.refuse(&socket, client, Status::Busy, &reason);
+                return;
+            }
+        };
+        let spawned = std::thread::Builder::new()
+            .name(format!("client-{}", client.port()))
+            .stack_size(256 * 1024)
+            .spawn(move || Connection::new(shared, place, socket, client).run());
+        if let Err(error) = spawned {
+            tracing::warn!(%client, %error, "no thread for a connection; it is closed");
+        }
+    }
+}
+
+/// Errors of accept(2) that concern one connection or a shortage, not the listening socket.
+fn passing(error: &io::Error) -> bool {
+    use rustix::io::Errno;
+    let errno = error.raw_os_error().map(Errno::from_raw_os_error);
+    matches!(
+        errno,
+        Some(
+            Errno::MFILE
+                | Errno::NFILE
+                | Errno::NOBUFS
+                | Errno::NOMEM
+                | Errno::CONNABORTED
+                | Errno::INTR
+                | Errno::PERM
+                | Errno::PROTO
+        )
+    )
+}
+
+impl Shared {
+    pub(crate) fn status(&self) -> StatusReport {
+        let (clients, connections) = self.registry.counts();
+        let manifest = self.store.manifest();
+        StatusReport {
+            version: env!("CARGO_PKG_VERSION").into(),
+            fingerprint: manifest.fingerprint().to_string(),
+            model: manifest.model().into(),
+            layers: manifest.layout().layers().len() as u64,
+            records: manifest.layout().records(),
+            draining: self.shutdown.begun(),
+            clients: clients as u64,
+            max_clients: u64::from(self.options.max_clients),
+            connections: connections as u64,
+            served: Tally::read(&self.tally.served),
+            errors: Tally::read(&self.tally.errors),
+            refused: Tally::read(&self.tally.refused),
+            bytes: Tally::read(&self.tally.bytes),
+            uptime_s: self.tally.started.elapsed().as_secs_f64(),
+            cpu_s: gpu_sys::usage::cpu_time().as_secs_f64(),
+            rss_bytes: gpu_sys::usage::resident_bytes(),
+        }
+    }
+
+    /// Tells a client why it is not served; the connection is of no further use.
+    pub(crate) fn refuse(
+        &self,
+        socket: &TcpStream,
+        client: SocketAddr,
+        status: Status,
+        reason: &str,
+    ) {
+        self.tally.refused.fetch_add(1, Ordering::Relaxed);
+        counter!("metrale_peer_refusals_total", "status" => status.name()).increment(1);
+        tracing::warn!(%client, status = status.name(), reason, "refused a connection");
+        let bytes = encode_refusal(status, reason);
+        let sent = socket
+            .try_clone()
+            .map_err(expert_tier::wire::io::IoError::Socket)
+            .and_then(|mut socket| write_all(&mut socket, &bytes, Duration::from_millis(200)));
+        if let Err(error) = sent {
+            tracing::debug!(%client, %error, "the refusal did not reach the client");
+        }
+    }
+
+    /// Lets the connections finish what was asked of them, then cuts those that are left.
+    fn finish(&self) {
+        let (clients, connections) = self.registry.counts();
+        tracing::info!(clients, connections, "draining");
+        let left = self.registry.wait_empty(self.options.drain);
+        if left > 0 {
+            let drain_ms = self.options.drain.as_millis();
+            tracing::warn!(left, drain_ms, "connections did not finish in time; cutting them");
+            self.registry.cut_all();
+            self.registry.wait_empty(self.options.stall);
+        }
+        let report = self.status();
+        tracing::info!(
+            served = report.served,
+            errors = report.errors,
+            bytes = report.bytes,
+            "stopped"
+        );
+    }
+}

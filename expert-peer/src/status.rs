@@ -1,0 +1,70 @@
+//! What a peer says of itself, over its own protocol, to whoever may connect.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use serde::{Deserialize, Serialize};
+
+/// A peer's description of itself; `metrale peer status --json` prints it.
+#[derive(Clone, Debug, Serialize, Deserialize, PartialEq)]
+pub struct StatusReport {
+    /// The peer's version.
+    pub version: String,
+    /// The store's fingerprint.
+    pub fingerprint: String,
+    /// The checkpoint's `model_type`.
+    pub model: String,
+    /// MoE layers in the store.
+    pub layers: u64,
+    /// Records in the store.
+    pub records: u64,
+    /// Whether the peer is shutting down.
+    pub draining: bool,
+    /// Clients that have attached.
+    pub clients: u64,
+    /// Most clients allowed.
+    pub max_clients: u64,
+    /// Connections, attached or not.
+    pub connections: u64,
+    /// Requests answered with a record.
+    pub served: u64,
+    /// Requests answered with an error.
+    pub errors: u64,
+    /// Connections that were refused or broke the protocol.
+    pub refused: u64,
+    /// Bytes of records sent.
+    pub bytes: u64,
+    /// Seconds since the peer began to listen.
+    pub uptime_s: f64,
+    /// Processor time of the peer's process, user and system, in seconds.
+    pub cpu_s: f64,
+    /// Resident memory of the peer's process, in bytes.
+    pub rss_bytes: u64,
+}
+
+/// The peer's own counters, beside those of the `metrics` crate: a status must not depend on an
+/// exporter being installed.
+pub(crate) struct Tally {
+    pub(crate) started: Instant,
+    pub(crate) served: AtomicU64,
+    pub(crate) errors: AtomicU64,
+    pub(crate) refused: AtomicU64,
+    pub(crate) bytes: AtomicU64,
+}
+
+impl Tally {
+    pub(crate) fn new() -> Self {
+        let zero = || AtomicU64::new(0);
+        Self {
+            started: Instant::now(),
+            served: zero(),
+            errors: zero(),
+            refused: zero(),
+            bytes: zero(),
+        }
+    }
+
+    pub(crate) fn read(counter: &AtomicU64) -> u64 {
+        counter.load(Ordering::Relaxed)
+    }
+}

@@ -1,0 +1,174 @@
+//! Why a fetch failed, and what comes back with the failure.
+
+use std::fmt;
+use std::time::Duration;
+
+use crate::arena::{Free, Slot, TooSmall};
+use crate::key::ExpertKey;
+use crate::layout::KeyError;
+use crate::record::Mismatch;
+use crate::store::StoreError;
+use crate::tier::TierKind;
+use crate::wire::frame::Status;
+
+/// Why a record did not come.
+#[derive(Debug, thiserror::Error)]
+pub enum FetchError {
+    /// The store has no such record.
+    #[error(transparent)]
+    Key(#[from] KeyError),
+    /// The slot that came with the request cannot hold the record.
+    #[error("{key} needs a slot of {needed} bytes, this one has {capacity}")]
+    SlotTooSmall {
+        /// The record.
+        key: ExpertKey,
+        /// Bytes of the record.
+        needed: u64,
+        /// Bytes of the slot.
+        capacity: u64,
+    },
+    /// The bytes that arrived are not the record, on every attempt.
+    #[error("{key} by {backend} from {origin}: {mismatch}")]
+    Mismatch {
+        /// The record.
+        key: ExpertKey,
+        /// The backend.
+        backend: TierKind,
+        /// The peer's address or the store's directory.
+        origin: String,
+        /// How they differ.
+        mismatch: Mismatch,
+    },
+    /// The local store could not be read.
+    #[error(transparent)]
+    Store(StoreError),
+    /// The peer answered this request with an error.
+    #[error("{key} from {peer}: {} ({text})", status.name())]
+    Peer {
+        /// The record.
+        key: ExpertKey,
+        /// The peer's address.
+        peer: String,
+        /// Why, for programs.
+        status: Status,
+        /// Why, for people.
+        text: String,
+    },
+    /// The deadline passed.
+    #[error(
+        "{key} by {backend}: no record after {} ms; METRALE_EXPERT_DEADLINE_MS bounds this",
+        waited.as_millis()
+    )]
+    Deadline {
+        /// The record.
+        key: ExpertKey,
+        /// The backend.
+        backend: TierKind,
+        /// How long the request waited.
+        waited: Duration,
+    },
+    /// There is no connection to the peer, or it broke on every attempt.
+    #[error("{key} from {peer}: {reason} (attempts: {attempts})")]
+    Unreachable {
+        /// The record.
+        key: ExpertKey,
+        /// The peer's address.
+        peer: String,
+        /// The last connection's end.
+        reason: String,
+        /// How often the request was sent.
+        attempts: u32,
+    },
+    /// The caller cancelled the request.
+    #[error("{key}: cancelled")]
+    Cancelled {
+        /// The record.
+        key: ExpertKey,
+    },
+    /// The backend was closed with the request in it.
+    #[error("{key}: the {backend} backend was closed")]
+    Closed {
+        /// The record.
+        key: ExpertKey,
+        /// The backend.
+        backend: TierKind,
+    },
+}
+
+impl FetchError {
+    /// Whether the same request may succeed later without anybody changing anything.
+    #[must_use]
+    pub fn is_transient(&self) -> bool {
+        match self {
+            Self::Deadline { .. } | Self::Unreachable { .. } => true,
+            Self::Peer { status, .. } => matches!(status, Status::Busy | Status::Draining),
+            Self::Key(_)
+            | Self::SlotTooSmall { .. }
+            | Self::Mismatch { .. }
+            | Self::Store(_)
+            | Self::Cancelled { .. }
+            | Self::Closed { .. } => false,
+        }
+    }
+
+    /// The value of the label `outcome` in metrics.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Key(_) => "no_such_key",
+            Self::SlotTooSmall { .. } => "slot_too_small",
+            Self::Mismatch { .. } => "mismatch",
+            Self::Store(_) => "store",
+            Self::Peer { status, .. } => status.name(),
+            Self::Deadline { .. } => "deadline",
+            Self::Unreachable { .. } => "unreachable",
+            Self::Cancelled { .. } => "cancelled",
+            Self::Closed { .. } => "closed",
+        }
+    }
+}
+
+/// A failed fetch: why, and the slot, free again.
+pub struct FetchFailure {
+    /// Why the record did not come; boxed, so that a success is not moved around in its size.
+    pub error: Box<FetchError>,
+    /// The request's slot; `None` where somebody may still write into it.
+    pub slot: Option<Slot<Free>>,
+}
+
+impl FetchFailure {
+    /// A failure that gives its slot back.
+    #[must_use]
+    pub fn new(error: impl Into<FetchError>, slot: Slot<Free>) -> Self {
+        Self { error: Box::new(error.into()), slot: Some(slot) }
+    }
+
+    /// The failure of a record that does not fit.
+    #[must_use]
+    pub fn too_small(key: ExpertKey, refused: TooSmall) -> Self {
+        let TooSmall { slot, needed_bytes: needed } = refused;
+        let capacity = slot.capacity();
+        Self::new(FetchError::SlotTooSmall { key, needed, capacity }, slot)
+    }
+}
+
+impl fmt::Debug for FetchFailure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FetchFailure")
+            .field("error", &self.error)
+            .field("slot", &self.slot.is_some())
+            .finish()
+    }
+}
+
+impl fmt::Display for FetchFailure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(&self.error, f)
+    }
+}
+
+impl std::error::Error for FetchFailure {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        Some(&*self.error)
+    }
+}

@@ -1,0 +1,199 @@
+//! The `rdma` backend over TCP: several streams to one peer, requests pipelined on each.
+//!
+//! One [`Desk`] holds every request. A stream is a connection and the thread that reads it; it
+//! takes requests from the desk up to its depth, sends them, and receives the answers, which come
+//! in order, straight into their slots. A stream that breaks puts its requests back on the desk,
+//! where another stream, or the same one once it is connected again, takes them.
+//!
+//! Bounds, all of them settings:
+//! * A request fails with `Deadline` when it heads its stream for longer than `deadline`; every
+//!   request sent before that span began fails with it, so a stalled peer costs one deadline
+//!   however many requests it holds.
+//! * Requests wait for a connection at most `deadline` after the last stream was lost. Once a
+//!   peer has been gone for longer, requests fail at once, until a stream is back.
+//! * A request is sent at most `attempts` times.
+//! * Connecting and shaking hands take at most `connect` together.
+//!
+//! A slot being filled belongs to the thread that receives into it. The socket is the only way
+//! for bytes to get there, so once that thread has stopped reading, nothing else can write.
+
+mod desk;
+mod dial;
+mod stream;
+
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use railset::BackoffSettings;
+
+use crate::error::{FetchError, FetchFailure};
+use crate::fingerprint::Fingerprint;
+use crate::store::manifest::Manifest;
+use crate::tier::{Completion, CompletionQueue, ExpertTier, FetchRequest, Ticket, TierKind};
+use crate::wire::Secret;
+use crate::wire::handshake::Goal;
+use desk::{Call, Desk, Pending};
+pub use dial::{DialError, Dialler};
+
+/// Most streams to one peer; the peer counts them too.
+pub const MAX_STREAMS: u32 = 16;
+/// Most requests in flight on one stream: 512 requests of 32 bytes fit any socket's send buffer.
+pub const MAX_DEPTH: u32 = 512;
+/// How often a waiting thread looks at the clock.
+pub(crate) const TICK: Duration = Duration::from_millis(50);
+
+/// Settings of [`TcpTier`].
+#[derive(Clone, Debug)]
+pub struct TcpOptions {
+    /// The peer, `HOST:PORT`.
+    pub peer: String,
+    /// Connections, 1 to [`MAX_STREAMS`].
+    pub streams: u32,
+    /// Requests in flight per connection, 1 to [`MAX_DEPTH`].
+    pub depth: u32,
+    /// Longest time without the record that is due.
+    pub deadline: Duration,
+    /// Longest time to connect and shake hands.
+    pub connect: Duration,
+    /// How often one request may be sent, 1 or more.
+    pub attempts: u32,
+    /// Waits between attempts to reconnect.
+    pub backoff: BackoffSettings,
+    /// The secret shared with the peer.
+    pub secret: Option<Secret>,
+    /// The store that the peer must serve; `None` takes whichever it does.
+    pub fingerprint: Option<Fingerprint>,
+}
+
+impl TcpOptions {
+    /// The defaults for `peer`, `HOST:PORT`.
+    #[must_use]
+    pub fn new(peer: impl Into<String>) -> Self {
+        Self {
+            peer: peer.into(),
+            streams: 2,
+            depth: 16,
+            deadline: Duration::from_secs(2),
+            connect: Duration::from_secs(1),
+            attempts: 3,
+            backoff: BackoffSettings::default(),
+            secret: None,
+            fingerprint: None,
+        }
+    }
+}
+
+/// A peer over TCP.
+pub struct TcpTier {
+    desk: Arc<Desk>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl TcpTier {
+    /// Connects to the peer, learns its manifest, and starts the streams.
+    ///
+    /// # Errors
+    /// The peer cannot be reached or does not agree to the handshake.
+    pub fn connect(options: TcpOptions) -> Result<Self, DialError> {
+        let dialler = Dialler::new(options.peer.clone(), options.secret.clone(), options.connect);
+        let (socket, manifest) = dialler.dial(Goal::Discover(options.fingerprint))?;
+        let no_manifest = || DialError::BadStatus { peer: options.peer.clone() };
+        let manifest = manifest.ok_or_else(no_manifest)?;
+        tracing::info!(peer = %options.peer, fingerprint = %manifest.fingerprint(),
+            model = manifest.model(), records = manifest.layout().records(), "attached");
+        let streams = options.streams.clamp(1, MAX_STREAMS);
+        let desk = Arc::new(Desk::new(options, dialler, manifest, streams as usize));
+        let mut tier = Self { desk, threads: Vec::new() };
+        let mut first = Some(socket);
+        for index in 0..streams as usize {
+            let (desk, socket) = (Arc::clone(&tier.desk), first.take());
+            let thread = std::thread::Builder::new()
+                .name(format!("tcp-{index}"))
+                .spawn(move || stream::run(&desk, index, socket))
+                .map_err(|source| DialError::Connect {
+                    peer: tier.desk.options.peer.clone(),
+                    source,
+                })?;
+            tier.threads.push(thread);
+        }
+        Ok(tier)
+    }
+
+    /// How often a stream was connected again after it broke.
+    #[must_use]
+    pub fn reconnects(&self) -> u64 {
+        self.desk.reconnects()
+    }
+}
+
+impl Drop for TcpTier {
+    fn drop(&mut self) {
+        self.desk.close();
+        for thread in self.threads.drain(..) {
+            if thread.join().is_err() {
+                tracing::error!("a stream's thread had panicked");
+            }
+        }
+        self.desk.fail_waiting();
+    }
+}
+
+impl ExpertTier for TcpTier {
+    fn kind(&self) -> TierKind {
+        TierKind::Rdma
+    }
+
+    fn manifest(&self) -> &Arc<Manifest> {
+        &self.desk.manifest
+    }
+
+    fn healthy(&self) -> bool {
+        self.desk.healthy()
+    }
+
+    fn deadline(&self) -> Duration {
+        self.desk.options.deadline
+    }
+
+    fn submit(&self, batch: &mut Vec<FetchRequest>, queue: &CompletionQueue) {
+        let submitted = Instant::now();
+        for request in batch.drain(..) {
+            let (ticket, key, slot) = request.into_parts();
+            let identity = self.desk.manifest.identity(key);
+            let refused = match identity {
+                Err(error) => FetchFailure::new(error, slot),
+                Ok(identity) if identity.record_bytes() > slot.capacity() => {
+                    let (needed, capacity) = (identity.record_bytes(), slot.capacity());
+                    let error = FetchError::SlotTooSmall { key, needed, capacity };
+                    FetchFailure::new(error, slot)
+                }
+                Ok(identity) => {
+                    let call = Call::new(ticket, identity, queue.clone(), submitted);
+                    self.desk.take(Pending { call, slot });
+                    continue;
+                }
+            };
+            self.desk.accounts.failed(&refused.error);
+            queue.push(Completion { ticket, key, outcome: Err(refused) });
+        }
+        self.desk.dispatch();
+    }
+
+    fn cancel(&self, ticket: Ticket) {
+        self.desk.cancel(ticket);
+    }
+
+    fn poll(&self, queue: &CompletionQueue, wait: Duration) -> Option<Completion> {
+        // Streams may all be busy connecting; the caller's own wait then watches the deadlines.
+        let until = Instant::now() + wait;
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            let completion = queue.pop(left.min(TICK));
+            if completion.is_some() || left.is_zero() {
+                return completion;
+            }
+            self.desk.expire();
+        }
+    }
+}

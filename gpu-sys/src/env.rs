@@ -1,0 +1,142 @@
+//! The `METRALE_*` variables: one table, and the only place that reads the environment.
+//!
+//! Every variable `METRALE_X_Y` has a flag `--x-y`, which wins over it. An empty variable is an
+//! unset one.
+
+use std::ffi::OsString;
+use std::fmt::Display;
+use std::str::FromStr;
+
+/// One setting that can come from the environment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Variable {
+    /// The variable's name.
+    pub name: &'static str,
+    /// What holds when neither variable nor flag is given.
+    pub default: &'static str,
+    /// The value's unit or form.
+    pub unit: &'static str,
+    /// What it sets, and what it trades.
+    pub help: &'static str,
+}
+
+macro_rules! variables {
+    ($($(#[$doc:meta])* $id:ident: $default:literal, $unit:literal, $help:literal;)*) => {
+        $(
+            #[doc = $help]
+            pub const $id: Variable = Variable {
+                name: concat!("METRALE_", stringify!($id)),
+                default: $default,
+                unit: $unit,
+                help: $help,
+            };
+        )*
+        /// Every variable, in the order of the documentation.
+        pub const TABLE: &[Variable] = &[$($id),*];
+    };
+}
+
+variables! {
+    EXPERT_BACKEND: "none, it must be given", "posix, rdma",
+        "Where experts come from: a local store, or a peer.";
+    EXPERT_STORE: "none", "directory",
+        "The store of the local backends and of the peer.";
+    EXPERT_PEER: "none", "HOST:PORT",
+        "The peer of the remote backends.";
+    EXPERT_SECRET_FILE: "none", "file",
+        "Holds the secret that client and peer prove to each other; 16 to 4096 bytes.";
+    EXPERT_FINGERPRINT: "any store", "64 hex digits",
+        "The store that the peer must serve; any other is refused before a weight moves.";
+    EXPERT_STREAMS: "2", "connections, 1-16",
+        "TCP connections to the peer: more use more cores at both ends.";
+    EXPERT_DEPTH: "16", "requests, 1-512",
+        "Requests in flight per connection: more hide latency, and hold more slots at once.";
+    EXPERT_DEADLINE_MS: "2000", "ms, 1-600000",
+        "Longest wait for the record that is due: shorter finds a dead peer sooner, and gives up \
+         on a slow link.";
+    EXPERT_CONNECT_MS: "1000", "ms, 1-600000",
+        "Longest time to connect and shake hands.";
+    EXPERT_ATTEMPTS: "3", "sends, 1-100",
+        "How often one request is sent before it fails.";
+    EXPERT_ARENA_BYTES: "268435456", "bytes",
+        "Pinned memory for fetched records; limits how many are held at once.";
+    EXPERT_HUGE_PAGES: "auto", "auto, off, required",
+        "Whether the arena uses 2 MiB pages: fewer TLB misses and shorter registration.";
+    EXPERT_NUMA_NODE: "the kernel's choice", "node number",
+        "The memory node of the arena: the one nearest to the GPU or NIC.";
+}
+
+/// A variable whose value cannot be used.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+#[error("{name}={value:?}: {reason}; it takes {unit}")]
+pub struct EnvError {
+    /// The variable.
+    pub name: &'static str,
+    /// Its value, shortened.
+    pub value: String,
+    /// What is wrong with it.
+    pub reason: String,
+    /// What it takes.
+    pub unit: &'static str,
+}
+
+impl Variable {
+    /// The flag that sets the same, without its dashes.
+    #[must_use]
+    pub fn flag(&self) -> String {
+        self.name.trim_start_matches("METRALE_").to_ascii_lowercase().replace('_', "-")
+    }
+
+    /// The value in the environment, if the variable is set and not empty.
+    ///
+    /// # Errors
+    /// The value is not UTF-8 or not of the wanted type.
+    pub fn read<T>(&self) -> Result<Option<T>, EnvError>
+    where
+        T: FromStr,
+        T::Err: Display,
+    {
+        self.parse(std::env::var_os(self.name))
+    }
+
+    fn parse<T>(&self, value: Option<OsString>) -> Result<Option<T>, EnvError>
+    where
+        T: FromStr,
+        T::Err: Display,
+    {
+        let Some(value) = value.filter(|value| !value.is_empty()) else { return Ok(None) };
+        let shown = value.to_string_lossy().chars().take(64).collect();
+        let error = |reason| EnvError { name: self.name, value: shown, reason, unit: self.unit };
+        match value.to_str().map(str::parse) {
+            Some(Ok(parsed)) => Ok(Some(parsed)),
+            Some(Err(reason)) => Err(error(reason.to_string())),
+            None => Err(error("not UTF-8".into())),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flags_follow_from_names() {
+        assert_eq!(EXPERT_DEADLINE_MS.name, "METRALE_EXPERT_DEADLINE_MS");
+        assert_eq!(EXPERT_DEADLINE_MS.flag(), "expert-deadline-ms");
+    }
+
+    #[test]
+    fn an_empty_variable_is_an_unset_one() {
+        assert_eq!(EXPERT_DEPTH.parse::<u32>(Some("".into())), Ok(None));
+        assert_eq!(EXPERT_DEPTH.parse::<u32>(None), Ok(None));
+        assert_eq!(EXPERT_DEPTH.parse(Some("7".into())), Ok(Some(7_u32)));
+    }
+
+    #[test]
+    fn a_bad_value_names_variable_value_and_unit() {
+        let error = EXPERT_DEPTH.parse::<u32>(Some("many".into())).unwrap_err().to_string();
+        for part in ["METRALE_EXPERT_DEPTH", "many", "requests, 1-512"] {
+            assert!(error.contains(part), "{error}");
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! Runs a test in a process of its own, with a driver library of our making.
+//!
+//! The loader looks for libraries where it was told when the process started, so a test that
+//! wants another `libcuda.so.1` starts its own program again: the parent builds the library and
+//! waits, the child runs the body.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+const CHILD: &str = "METRALE_TEST_CHILD";
+const LOG: &str = "FAKE_CUDA_LOG";
+const BUSY: &str = "FAKE_CUDA_BUSY";
+const CHILD_SECONDS: &str = "60";
+
+/// Which driver library the child is to find.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Driver {
+    /// All functions are there.
+    Whole,
+    /// `cuEventCreate` is not.
+    WithoutEvents,
+    /// The files of that name are not libraries.
+    Garbage,
+}
+
+/// What the body of a test sees of the fake driver.
+pub struct Fake {
+    log: PathBuf,
+    busy: PathBuf,
+}
+
+/// Runs `body` in a child process that finds `driver`, with `settings` for the fake as extra
+/// environment variables. `test` is the full name of the calling test.
+pub fn with_driver(
+    test: &str,
+    driver: Driver,
+    settings: &[(&str, &str)],
+    body: impl FnOnce(&Fake),
+) {
+    if std::env::var(CHILD).is_ok_and(|name| name == test) {
+        let path = |name| PathBuf::from(std::env::var(name).expect("set by the parent"));
+        return body(&Fake { log: path(LOG), busy: path(BUSY) });
+    }
+    let directory = tempfile::tempdir().unwrap();
+    build(driver, directory.path());
+    let mut paths = vec![directory.path().to_owned()];
+    paths.extend(std::env::split_paths(&std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default()));
+    std::fs::write(directory.path().join("log"), "").unwrap();
+    let output = Command::new("timeout")
+        .arg(CHILD_SECONDS)
+        .arg(std::env::current_exe().unwrap())
+        .args(["--exact", test, "--nocapture", "--test-threads=1"])
+        .env("LD_LIBRARY_PATH", std::env::join_paths(paths).unwrap())
+        .env(CHILD, test)
+        .env(LOG, directory.path().join("log"))
+        .env(BUSY, directory.path().join("busy"))
+        .envs(settings.iter().copied())
+        .output()
+        .unwrap();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));
+    assert!(output.status.success(), "{}:\n{stdout}\n{stderr}", output.status);
+    assert!(stdout.contains("1 passed"), "{test} is not the name of a test:\n{stdout}");
+}
+
+impl Fake {
+    /// The calls made so far: name and argument each.
+    pub fn calls(&self) -> Vec<(String, u64)> {
+        let text = std::fs::read_to_string(&self.log).unwrap();
+        let call = |line: &str| {
+            let (name, argument) = line.split_once(' ').unwrap();
+            (name.to_owned(), u64::from_str_radix(argument, 16).unwrap())
+        };
+        text.lines().map(call).collect()
+    }
+
+    /// Position of the first call of `name`.
+    pub fn first(&self, name: &str) -> Option<usize> {
+        self.calls().iter().position(|(called, _)| called == name)
+    }
+
+    /// How often `name` was called.
+    pub fn count(&self, name: &str) -> usize {
+        self.calls().iter().filter(|(called, _)| called == name).count()
+    }
+
+    /// From now on no event and no stream has finished.
+    pub fn be_busy(&self) {
+        std::fs::write(&self.busy, "").unwrap();
+    }
+
+    /// Everything enqueued has finished.
+    pub fn be_done(&self) {
+        std::fs::remove_file(&self.busy).unwrap();
+    }
+}
+
+/// Whether a mapping of this process starts at `address`.
+pub fn is_mapped(address: u64) -> bool {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    maps.lines().any(|line| {
+        let range = line.split(' ').next().unwrap_or_default();
+        let (start, end) = range.split_once('-').unwrap();
+        let number = |hex| u64::from_str_radix(hex, 16).unwrap();
+        number(start) <= address && address < number(end)
+    })
+}
+
+fn build(driver: Driver, directory: &Path) {
+    let library = directory.join("libcuda.so.1");
+    if driver == Driver::Garbage {
+        // Both names, so that a real driver on this machine is not found in their place.
+        for name in ["libcuda.so.1", "libcuda.so"] {
+            std::fs::write(directory.join(name), "not a library").unwrap();
+        }
+        return;
+    }
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/../gpu-sys/tests/support/fake_libcuda.c");
+    let mut compiler = Command::new("cc");
+    compiler.args(["-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-o"]).arg(&library);
+    if driver == Driver::WithoutEvents {
+        compiler.arg("-DWITHOUT_EVENTS");
+    }
+    let output = compiler.arg(source).output().expect("a C compiler named cc");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    std::os::unix::fs::symlink(&library, directory.join("libcuda.so")).unwrap();
+}
