@@ -1,15 +1,22 @@
-//! `metrale`: packs expert stores, looks into them, and fetches from them.
+//! `metrale`: packs expert stores, looks into them, publishes them, and fetches from them.
+//!
+//! Exit status: 0 done, 2 wrong usage, 1 everything else. Results go to stdout, everything else
+//! to stderr.
 #![forbid(unsafe_code)]
 
 mod backend;
 mod commands;
+mod output;
 mod usage;
 
+use std::io;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use expert_peer::cli::{one_line, start_logging};
 
-use crate::commands::{bench, fetch, peer};
+use crate::commands::{bench, extract, fetch, inspect, pack, peer, verify};
+use crate::usage::UsageError;
 
 #[derive(Parser)]
 #[command(name = "metrale", version, about, max_term_width = 100)]
@@ -20,26 +27,47 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    /// Pack a safetensors checkpoint, or made-up weights, into an expert store
+    Pack(pack::Args),
+    /// Show what a store holds
+    Inspect(inspect::Args),
+    /// Read all of a store and name every damaged record
+    Verify(verify::Args),
+    /// Write an expert's tensors to stdout
+    Extract(extract::Args),
     /// Fetch experts into the arena, checked
-    Fetch(fetch::Args),
+    Fetch(Box<fetch::Args>),
     /// Measure how fast experts come
-    Bench(bench::Args),
+    Bench(Box<bench::Args>),
     /// Publish a store, or ask who does
     Peer(peer::Args),
 }
 
 fn main() -> ExitCode {
-    expert_peer::cli::start_logging();
+    start_logging();
     let outcome = match Cli::parse().command {
+        Command::Pack(args) => pack::run(&args),
+        Command::Inspect(args) => inspect::run(&args),
+        Command::Verify(args) => verify::run(&args),
+        Command::Extract(args) => extract::run(&args),
         Command::Fetch(args) => fetch::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Peer(args) => peer::run(&args),
     };
     match outcome {
         Ok(status) => status,
+        // Whoever read our output had enough of it.
+        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("metrale: {error:#}");
-            ExitCode::FAILURE
+            eprintln!("metrale: {}", one_line(&error));
+            ExitCode::from(if error.is::<UsageError>() { 2 } else { 1 })
         }
     }
+}
+
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    error
+        .chain()
+        .filter_map(|cause| cause.downcast_ref::<io::Error>())
+        .any(|cause| cause.kind() == io::ErrorKind::BrokenPipe)
 }

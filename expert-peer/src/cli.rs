@@ -105,10 +105,25 @@ fn options(args: &RunArgs) -> anyhow::Result<PeerOptions> {
     })
 }
 
-/// Sends log lines to stderr; `RUST_LOG` chooses which, `info` and above by default.
+/// Sends log lines to stderr; `METRALE_LOG` chooses which (`debug`, `warn`,
+/// `expert_tier=trace`), `info` and above by default.
 pub fn start_logging() {
-    let filter = tracing_subscriber::EnvFilter::try_from_default_env()
+    let filter = tracing_subscriber::EnvFilter::try_from_env("METRALE_LOG")
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
     let _already_set =
         tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).try_init();
+}
+
+/// The error and its causes in one line, leaving out a cause that the text before it has already.
+#[must_use]
+pub fn one_line(error: &anyhow::Error) -> String {
+    let mut line = String::new();
+    for cause in error.chain().map(ToString::to_string) {
+        if line.is_empty() {
+            line = cause;
+        } else if !line.contains(&cause) {
+            line = format!("{line}: {cause}");
+        }
+    }
+    line.replace('\n', " ")
 }

@@ -19,7 +19,7 @@ fn main() -> ExitCode {
     match expert_peer::cli::run(&Command::parse().args) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("expert-peer: {error:#}");
+            eprintln!("expert-peer: {}", expert_peer::cli::one_line(&error));
             ExitCode::FAILURE
         }
     }

@@ -1,6 +1,5 @@
 //! `metrale bench`: how fast records come.
 
-use std::io::Write;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -12,6 +11,7 @@ use hdrhistogram::Histogram;
 use serde::Serialize;
 
 use crate::backend::{Backend, BackendArgs};
+use crate::output;
 use crate::usage::UsageError;
 
 #[derive(clap::Args, Debug)]
@@ -157,19 +157,14 @@ fn peer_cpu_s(backend: &Backend) -> anyhow::Result<f64> {
 }
 
 fn print(report: &Report, json: bool) -> anyhow::Result<()> {
-    let mut out = std::io::stdout().lock();
     if json {
-        serde_json::to_writer(&mut out, report)?;
-        writeln!(out)?;
-        return Ok(());
+        return output::json(report);
     }
     let Report { records, errors, bytes, seconds, gb_per_s, p50_us, p99_us, p999_us, .. } = report;
-    writeln!(out, "{records} records, {bytes} bytes in {seconds:.2} s: {gb_per_s:.3} GB/s")?;
-    writeln!(out, "latency p50 {p50_us:.1} us, p99 {p99_us:.1} us, p99.9 {p999_us:.1} us")?;
-    writeln!(
-        out,
-        "processor time {:.2} s here, {:.2} s at the peer; {errors} failed",
-        report.client_cpu_s, report.peer_cpu_s
-    )?;
-    Ok(())
+    let (here, there) = (report.client_cpu_s, report.peer_cpu_s);
+    output::text(&format!(
+        "{records} records, {bytes} bytes in {seconds:.2} s: {gb_per_s:.3} GB/s\n\
+         latency p50 {p50_us:.1} us, p99 {p99_us:.1} us, p99.9 {p999_us:.1} us\n\
+         processor time {here:.2} s here, {there:.2} s at the peer; {errors} failed\n"
+    ))
 }

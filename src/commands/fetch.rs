@@ -13,6 +13,7 @@ use expert_tier::trace::TraceReader;
 use serde::Serialize;
 
 use crate::backend::{Backend, BackendArgs};
+use crate::output;
 
 /// Longest wait for a completion or a slot before the program looks at the clock again.
 const WAIT: Duration = Duration::from_millis(500);
@@ -185,18 +186,13 @@ fn write_whole(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
 }
 
 fn print(report: &Report, json: bool) -> anyhow::Result<()> {
-    let mut out = std::io::stdout().lock();
     if json {
-        serde_json::to_writer(&mut out, report)?;
-        writeln!(out)?;
-        return Ok(());
+        return output::json(report);
     }
     let Report { backend, records, errors, bytes, seconds, .. } = report;
     let rate = *bytes as f64 / seconds.max(1e-9) / 1e9;
-    writeln!(
-        out,
+    output::text(&format!(
         "{records} records, {bytes} bytes by {backend} in {seconds:.3} s ({rate:.2} GB/s), \
-         all checked; {errors} failed"
-    )?;
-    Ok(())
+         all checked; {errors} failed\n"
+    ))
 }

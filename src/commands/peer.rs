@@ -1,6 +1,5 @@
 //! `metrale peer`: run a peer, or ask a running one.
 
-use std::io::Write;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -9,6 +8,7 @@ use expert_peer::StatusReport;
 use expert_tier::tcp::Dialler;
 
 use crate::backend::SecretArgs;
+use crate::output;
 
 #[derive(clap::Args, Debug)]
 pub(crate) struct Args {
@@ -52,26 +52,19 @@ fn status(args: &StatusArgs) -> anyhow::Result<()> {
     let dialler = Dialler::new(args.peer.clone(), args.secret.read()?, connect);
     let status: StatusReport = serde_json::from_str(&dialler.status()?)
         .with_context(|| format!("{} sent a status of another version", args.peer))?;
-    let mut out = std::io::stdout().lock();
     if args.json {
-        serde_json::to_writer(&mut out, &status)?;
-        writeln!(out)?;
-        return Ok(());
+        return output::json(&status);
     }
     let StatusReport { fingerprint, model, layers, records, clients, max_clients, .. } = &status;
+    let StatusReport { connections, served, errors, refused, bytes, version, .. } = &status;
+    let StatusReport { uptime_s, cpu_s, rss_bytes, .. } = &status;
     let state = if status.draining { "draining" } else { "serving" };
-    writeln!(out, "{state} {model}, {layers} layers, {records} records")?;
-    writeln!(out, "store    {fingerprint}")?;
-    writeln!(out, "clients  {clients} of {max_clients}, {} connections", status.connections)?;
-    writeln!(
-        out,
-        "requests {} served, {} errors, {} connections refused, {} bytes sent",
-        status.served, status.errors, status.refused, status.bytes
-    )?;
-    writeln!(
-        out,
-        "process  version {}, up {:.0} s, {:.2} s of processor time, {} bytes resident",
-        status.version, status.uptime_s, status.cpu_s, status.rss_bytes
-    )?;
-    Ok(())
+    output::text(&format!(
+        "{state} {model}, {layers} layers, {records} records\n\
+         store    {fingerprint}\n\
+         clients  {clients} of {max_clients}, {connections} connections\n\
+         requests {served} served, {errors} errors, {refused} connections refused, {bytes} bytes\n\
+         process  version {version}, up {uptime_s:.0} s, {cpu_s:.2} s of processor time, \
+         {rss_bytes} bytes resident\n"
+    ))
 }

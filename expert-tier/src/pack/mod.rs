@@ -81,6 +81,12 @@ pub struct PackPlan {
 }
 
 impl PackPlan {
+    /// The checkpoint's `model_type`.
+    #[must_use]
+    pub fn model(&self) -> &str {
+        &self.model
+    }
+
     /// The layers, records and tensors of the store to be.
     #[must_use]
     pub fn layout(&self) -> &ExpertLayout {

@@ -1,0 +1,115 @@
+//! `metrale pack`: a checkpoint, or made-up weights, becomes a store.
+
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::ArgGroup;
+use expert_tier::layout::{CHUNK_BYTES_RANGE, DEFAULT_CHUNK_BYTES};
+use expert_tier::pack::{self, PackOptions, PackPlan, PackSummary, Source, SyntheticSpec};
+use serde::Serialize;
+
+use crate::output;
+
+#[derive(clap::Args)]
+#[command(group = ArgGroup::new("source").required(true).args(["checkpoint", "synthetic"]))]
+pub(crate) struct Args {
+    /// Directory with config.json and safetensors
+    #[arg(long, value_name = "DIR")]
+    checkpoint: Option<PathBuf>,
+    /// Made-up weights instead: layers=4,experts=16,bytes=1048576/65536,seed=1; bytes is the
+    /// payload of a record, cycled over layers
+    #[arg(long, value_name = "SPEC")]
+    synthetic: Option<SyntheticSpec>,
+    /// Where the store goes: nothing or an empty directory
+    #[arg(long, value_name = "STORE", required_unless_present = "dry_run")]
+    out: Option<PathBuf>,
+    /// Read headers and say what would be packed; write nothing
+    #[arg(long)]
+    dry_run: bool,
+    /// Payload bytes per checksum, a power of two; a part of the store's identity
+    #[arg(long, value_name = "BYTES", default_value_t = DEFAULT_CHUNK_BYTES,
+          value_parser = chunk_bytes)]
+    chunk_bytes: u32,
+    /// Threads; as many as there are cores if not given
+    #[arg(long, value_name = "N")]
+    workers: Option<NonZeroUsize>,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// The result as JSON; docs and scripts rely on these names.
+#[derive(Serialize)]
+struct Report<'a> {
+    /// Null for a dry run: it depends on weights that were not read.
+    fingerprint: Option<String>,
+    layers: usize,
+    records: u64,
+    bytes: u64,
+    seconds: f64,
+    left_dense: &'a [String],
+}
+
+fn chunk_bytes(text: &str) -> Result<u32, String> {
+    let accepted = |bytes: &u32| bytes.is_power_of_two() && CHUNK_BYTES_RANGE.contains(bytes);
+    let (low, high) = (CHUNK_BYTES_RANGE.start(), CHUNK_BYTES_RANGE.end());
+    let number = text.parse().ok().filter(accepted);
+    number.ok_or_else(|| format!("a chunk is a power of two from {low} to {high}"))
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let source = match (&args.checkpoint, &args.synthetic) {
+        (Some(dir), _) => Source::Checkpoint(dir.clone()),
+        (None, Some(spec)) => Source::Synthetic(spec.clone()),
+        (None, None) => anyhow::bail!("give --checkpoint or --synthetic"),
+    };
+    let options = PackOptions { chunk_bytes: args.chunk_bytes, workers: args.workers };
+    let plan = pack::plan(&source, &options)?;
+    let summary = match &args.out {
+        Some(out) if args.dry_run => {
+            plan.check_output(out)?;
+            plan.summary()
+        }
+        Some(out) => {
+            let bar = output::progress_bar(plan.store_bytes());
+            let summary = pack::run(&plan, out, &|bytes| bar.inc(bytes));
+            bar.finish_and_clear();
+            summary?
+        }
+        None => plan.summary(),
+    };
+    report(args, &plan, &summary)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn report(args: &Args, plan: &PackPlan, summary: &PackSummary) -> anyhow::Result<()> {
+    let seconds = summary.elapsed.as_secs_f64();
+    if args.json {
+        return output::json(&Report {
+            fingerprint: summary.fingerprint.map(|fingerprint| fingerprint.to_string()),
+            layers: summary.layers,
+            records: summary.records,
+            bytes: summary.bytes,
+            seconds,
+            left_dense: &summary.left_dense,
+        });
+    }
+    let (layers, records) = (summary.layers, summary.records);
+    let bytes = output::human_bytes(summary.bytes);
+    let mut text = match summary.fingerprint {
+        Some(fingerprint) => format!(
+            "packed {records} records of {layers} layers, {bytes}, in {seconds:.1} s\n\
+             fingerprint {fingerprint}\n"
+        ),
+        None => format!(
+            "would pack {records} records of {layers} layers, {bytes}, of a {} model\n",
+            plan.model()
+        ),
+    };
+    if !summary.left_dense.is_empty() {
+        let names = summary.left_dense.join(", ");
+        text.push_str(&format!("left among the dense weights: {names}\n"));
+    }
+    output::text(&text)
+}

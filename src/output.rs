@@ -1,0 +1,51 @@
+//! What goes to stdout and to the terminal.
+
+use std::io::{self, Write};
+
+use anyhow::Context;
+use indicatif::{ProgressBar, ProgressStyle};
+use serde::Serialize;
+
+/// Writes one JSON object and a line end to stdout.
+pub(crate) fn json(value: &impl Serialize) -> anyhow::Result<()> {
+    let mut line = serde_json::to_string(value).context("cannot write the result as JSON")?;
+    line.push('\n');
+    text(&line)
+}
+
+/// Writes text to stdout.
+pub(crate) fn text(text: &str) -> anyhow::Result<()> {
+    let mut stdout = io::stdout().lock();
+    stdout
+        .write_all(text.as_bytes())
+        .and_then(|()| stdout.flush())
+        .context("cannot write to stdout")
+}
+
+/// A bar on stderr that counts bytes; nothing where stderr is not a terminal.
+pub(crate) fn progress_bar(bytes: u64) -> ProgressBar {
+    let template = "{bar:40} {bytes}/{total_bytes} {bytes_per_sec} {eta}";
+    let style = ProgressStyle::with_template(template);
+    ProgressBar::new(bytes).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+}
+
+/// Bytes as a person reads them: `9.4 MB`.
+pub(crate) fn human_bytes(bytes: u64) -> String {
+    let units = ["kB", "MB", "GB", "TB", "PB"];
+    let mut value = bytes as f64;
+    let mut unit = "B";
+    for next in units {
+        if value < 1000.0 {
+            break;
+        }
+        value /= 1000.0;
+        unit = next;
+    }
+    if unit == "B" { format!("{bytes} B") } else { format!("{value:.1} {unit}") }
+}
+
+/// A shape as the tools print it: `[32,64]`, a scalar as `[]`.
+pub(crate) fn shape(dims: &[u64]) -> String {
+    let dims: Vec<String> = dims.iter().map(ToString::to_string).collect();
+    format!("[{}]", dims.join(","))
+}
