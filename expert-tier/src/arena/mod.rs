@@ -143,9 +143,7 @@ impl ExpertArena {
             (Err(NoDevice { ordinal, error: Some(source) }), CudaUse::Require { .. }) => {
                 return Err(ArenaError::Cuda { ordinal, source });
             }
-            (Err(NoDevice { error, .. }), _) => {
-                (None, error.map_or_else(|| "not wanted".into(), |error| error.to_string()))
-            }
+            (Err(no_device), _) => (None, no_device.reason()),
         };
         let counts: Vec<u32> = plans.iter().map(|plan| plan.slots).collect();
         let arena = Self(Arc::new(ArenaInner {
@@ -249,6 +247,20 @@ impl fmt::Display for ArenaSummary {
 struct NoDevice {
     ordinal: u32,
     error: Option<CudaError>,
+}
+
+impl NoDevice {
+    fn reason(&self) -> String {
+        match &self.error {
+            None => "not wanted".into(),
+            Some(error @ CudaError::Unavailable(_)) => error.to_string(),
+            Some(error) => {
+                // There is a device, and it is not used: more than the summary's line.
+                tracing::warn!(ordinal = self.ordinal, %error, "the arena has no device");
+                error.to_string()
+            }
+        }
+    }
 }
 
 fn open_device(cuda: CudaUse) -> Result<Result<Arc<CudaDevice>, NoDevice>, ArenaError> {
