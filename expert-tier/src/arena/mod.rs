@@ -105,6 +105,14 @@ pub enum ArenaError {
     },
 }
 
+impl ArenaError {
+    /// Whether the same call may succeed later without anything being changed.
+    #[must_use]
+    pub fn is_transient(&self) -> bool {
+        matches!(self, Self::Exhausted { .. })
+    }
+}
+
 /// A handle on an arena; clones share it.
 #[derive(Clone)]
 pub struct ExpertArena(Arc<ArenaInner>);
