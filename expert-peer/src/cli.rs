@@ -1,6 +1,6 @@
 //! The command line of a peer: `expert-peer`, and `metrale peer run`.
 
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -110,8 +110,11 @@ fn options(args: &RunArgs) -> anyhow::Result<PeerOptions> {
 pub fn start_logging() {
     let filter = tracing_subscriber::EnvFilter::try_from_env("METRALE_LOG")
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
-    let _already_set =
-        tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).try_init();
+    let _already_set = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        .try_init();
 }
 
 /// The error and its causes in one line, leaving out a cause that the text before it has already.

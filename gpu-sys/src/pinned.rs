@@ -90,7 +90,7 @@ pub enum PinError {
     },
     /// There is not that much memory.
     #[error(
-        "needs {} of memory, {} can be pinned by {}: lower the arena (--arena-bytes), or free memory",
+        "needs {} of memory, {} can be pinned by {}: lower the arena (--expert-arena-bytes), or free memory",
         Bytes(*needed_bytes), Bytes(*usable_bytes), bound_by
     )]
     NotEnoughMemory {
@@ -105,7 +105,7 @@ pub enum PinError {
     #[error(
         "needs {} of locked memory, the limit is {limit}: raise `ulimit -l` (LimitMEMLOCK= in a \
          systemd unit, --ulimit memlock= for a container), or grant CAP_IPC_LOCK, or lower the \
-         arena (--arena-bytes)",
+         arena (--expert-arena-bytes)",
         Bytes(*needed_bytes)
     )]
     LockLimit {
@@ -367,7 +367,7 @@ mod tests {
         let error = PinnedPages::new(&options(wanted)).unwrap_err();
         assert!(matches!(error, PinError::NotEnoughMemory { .. }), "{error}");
         let text = error.to_string();
-        assert!(text.contains("--arena-bytes"), "{text}");
+        assert!(text.contains("--expert-arena-bytes"), "{text}");
         assert!(text.contains("GiB"), "{text}");
     }
 

@@ -117,7 +117,7 @@ fn measure(
             turn += 1;
             let bytes = backend.tier.manifest().layout().locate(key)?.record_bytes();
             let slot = backend.arena.try_acquire(bytes).with_context(|| {
-                format!("the arena has no slots for --batch {batch}: raise --arena-bytes")
+                format!("the arena has no slots for --batch {batch}: raise --expert-arena-bytes")
             })?;
             requests.push(FetchRequest::new(key, slot));
         }

@@ -47,7 +47,7 @@ const DRAIN_POLL_INTERVAL: Duration = Duration::from_millis(1);
 pub enum ArenaError {
     /// Not even one record would fit.
     #[error(
-        "an arena of {} is too small: one record of the largest layer needs {}, raise --arena-bytes \
+        "an arena of {} is too small: one record of the largest layer needs {}, raise --expert-arena-bytes \
          to that times the records to be held at once",
         Bytes(*arena_bytes), Bytes(*needed_bytes)
     )]
@@ -92,7 +92,7 @@ pub enum ArenaError {
     /// No slot became free in time.
     #[error(
         "no slot for a record of {} became free in {waited_ms} ms: of {} slots {} are in use, {} \
-         wait for a device and {} are lost; release leases earlier or raise --arena-bytes",
+         wait for a device and {} are lost; release leases earlier or raise --expert-arena-bytes",
         Bytes(*bytes), counts.total, counts.out(), counts.fenced, counts.quarantined
     )]
     Exhausted {
@@ -103,6 +103,14 @@ pub enum ArenaError {
         /// Where the slots are.
         counts: SlotCounts,
     },
+}
+
+impl ArenaError {
+    /// Whether the same call may succeed later without anything being changed.
+    #[must_use]
+    pub fn is_transient(&self) -> bool {
+        matches!(self, Self::Exhausted { .. })
+    }
 }
 
 /// A handle on an arena; clones share it.
@@ -143,9 +151,7 @@ impl ExpertArena {
             (Err(NoDevice { ordinal, error: Some(source) }), CudaUse::Require { .. }) => {
                 return Err(ArenaError::Cuda { ordinal, source });
             }
-            (Err(NoDevice { error, .. }), _) => {
-                (None, error.map_or_else(|| "not wanted".into(), |error| error.to_string()))
-            }
+            (Err(no_device), _) => (None, no_device.reason()),
         };
         let counts: Vec<u32> = plans.iter().map(|plan| plan.slots).collect();
         let arena = Self(Arc::new(ArenaInner {
@@ -249,6 +255,20 @@ impl fmt::Display for ArenaSummary {
 struct NoDevice {
     ordinal: u32,
     error: Option<CudaError>,
+}
+
+impl NoDevice {
+    fn reason(&self) -> String {
+        match &self.error {
+            None => "not wanted".into(),
+            Some(error @ CudaError::Unavailable(_)) => error.to_string(),
+            Some(error) => {
+                // There is a device, and it is not used: more than the summary's line.
+                tracing::warn!(ordinal = self.ordinal, %error, "the arena has no device");
+                error.to_string()
+            }
+        }
+    }
 }
 
 fn open_device(cuda: CudaUse) -> Result<Result<Arc<CudaDevice>, NoDevice>, ArenaError> {

@@ -220,7 +220,7 @@ mod tests {
     fn an_arena_smaller_than_a_record_names_what_it_needs() {
         let layout = layout(&[(1 << 20, 8)]);
         let error = ArenaOptions::for_layout(&layout, 1 << 20).unwrap_err().to_string();
-        assert!(error.contains("--arena-bytes") && error.contains("1.1 MiB"), "{error}");
+        assert!(error.contains("--expert-arena-bytes") && error.contains("1.1 MiB"), "{error}");
     }
 
     #[test]

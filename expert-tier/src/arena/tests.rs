@@ -181,7 +181,7 @@ fn a_full_arena_says_how_full_it_is_and_what_to_change() {
     let arena = arena(&[(4096, 2)]);
     let _held = (arena.try_acquire(1).unwrap(), arena.try_acquire(1).unwrap());
     let text = arena.acquire(1, Duration::from_millis(5)).unwrap_err().to_string();
-    for part in ["in 5 ms", "of 2 slots 2 are in use", "--arena-bytes"] {
+    for part in ["in 5 ms", "of 2 slots 2 are in use", "--expert-arena-bytes"] {
         assert!(text.contains(part), "{part:?} is not in {text}");
     }
 }

@@ -194,9 +194,10 @@ impl Desk {
         let link = &mut state.links[index];
         link.socket = Some(Arc::clone(socket));
         link.draining = false;
-        if let Some(since) = state.down_since.take() {
+        let lost = state.down_since.take().filter(|_| again);
+        if let Some(since) = lost {
             let peer = &self.options.peer;
-            tracing::info!(%peer, down_ms = since.elapsed().as_millis(), "connected");
+            tracing::info!(%peer, down_ms = since.elapsed().as_millis(), "the peer is back");
         }
         drop(state);
         if again {
@@ -233,7 +234,7 @@ impl Desk {
             }
         }
         state.last_end.clone_from(&reason);
-        self.note_down(&mut state, &reason, matches!(end, LinkEnd::Closing));
+        self.note_down(&mut state, &reason);
         drop(state);
         for (pending, stalled) in ended.into_iter().rev() {
             self.give_up(pending, stalled, &reason);
@@ -378,8 +379,8 @@ impl Desk {
     }
 
     /// Logs the loss of the last link once per outage.
-    fn note_down(&self, state: &mut State, reason: &str, closing: bool) {
-        if closing || state.links.iter().any(|link| link.socket.is_some()) {
+    fn note_down(&self, state: &mut State, reason: &str) {
+        if state.closing || state.links.iter().any(|link| link.socket.is_some()) {
             return;
         }
         if state.down_since.is_none() {

@@ -1,9 +1,12 @@
-//! Runs a test in a process of its own, with a driver library of our making.
+//! Runs a test in a process of its own: with a driver library of our making, or with less rights.
 //!
-//! The loader looks for libraries where it was told when the process started, so a test that
-//! wants another `libcuda.so.1` starts its own program again: the parent builds the library and
-//! waits, the child runs the body.
+//! The loader looks for libraries where it was told when the process started, and capabilities
+//! once dropped do not come back; so such a test starts its own program again. The parent prepares
+//! and waits, the child runs the body.
 
+#![allow(dead_code, reason = "each test program uses a part of this")]
+
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -14,7 +17,7 @@ const CHILD_SECONDS: &str = "60";
 
 /// Which driver library the child is to find.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Driver {
+pub(crate) enum Driver {
     /// All functions are there.
     Whole,
     /// `cuEventCreate` is not.
@@ -24,20 +27,20 @@ pub enum Driver {
 }
 
 /// What the body of a test sees of the fake driver.
-pub struct Fake {
+pub(crate) struct Fake {
     log: PathBuf,
     busy: PathBuf,
 }
 
 /// Runs `body` in a child process that finds `driver`, with `settings` for the fake as extra
 /// environment variables. `test` is the full name of the calling test.
-pub fn with_driver(
+pub(crate) fn with_driver(
     test: &str,
     driver: Driver,
     settings: &[(&str, &str)],
     body: impl FnOnce(&Fake),
 ) {
-    if std::env::var(CHILD).is_ok_and(|name| name == test) {
+    if is_child(test) {
         let path = |name| PathBuf::from(std::env::var(name).expect("set by the parent"));
         return body(&Fake { log: path(LOG), busy: path(BUSY) });
     }
@@ -46,15 +49,40 @@ pub fn with_driver(
     let mut paths = vec![directory.path().to_owned()];
     paths.extend(std::env::split_paths(&std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default()));
     std::fs::write(directory.path().join("log"), "").unwrap();
+    let mut environment: Vec<(&str, OsString)> = vec![
+        ("LD_LIBRARY_PATH", std::env::join_paths(paths).unwrap()),
+        (LOG, directory.path().join("log").into()),
+        (BUSY, directory.path().join("busy").into()),
+    ];
+    environment.extend(settings.iter().map(|(name, value)| (*name, value.into())));
+    run_child(test, &[], &environment);
+}
+
+/// Runs `body` in a child process without `CAP_IPC_LOCK` that may lock `limit_bytes`.
+pub(crate) fn with_lock_limit(test: &str, limit_bytes: u64, body: impl FnOnce()) {
+    if is_child(test) {
+        return body();
+    }
+    let limit = format!("--memlock={limit_bytes}:{limit_bytes}");
+    // Only root has the capability to begin with, and the right to drop it from the bounding set.
+    match rustix::process::geteuid().is_root() {
+        true => run_child(test, &["setpriv", "--bounding-set=-ipc_lock", "prlimit", &limit], &[]),
+        false => run_child(test, &["prlimit", &limit], &[]),
+    }
+}
+
+fn is_child(test: &str) -> bool {
+    std::env::var(CHILD).is_ok_and(|name| name == test)
+}
+
+fn run_child(test: &str, wrapper: &[&str], environment: &[(&str, OsString)]) {
     let output = Command::new("timeout")
         .arg(CHILD_SECONDS)
+        .args(wrapper)
         .arg(std::env::current_exe().unwrap())
         .args(["--exact", test, "--nocapture", "--test-threads=1"])
-        .env("LD_LIBRARY_PATH", std::env::join_paths(paths).unwrap())
         .env(CHILD, test)
-        .env(LOG, directory.path().join("log"))
-        .env(BUSY, directory.path().join("busy"))
-        .envs(settings.iter().copied())
+        .envs(environment.iter().map(|(name, value)| (*name, value)))
         .output()
         .unwrap();
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
@@ -65,7 +93,7 @@ pub fn with_driver(
 
 impl Fake {
     /// The calls made so far: name and argument each.
-    pub fn calls(&self) -> Vec<(String, u64)> {
+    pub(crate) fn calls(&self) -> Vec<(String, u64)> {
         let text = std::fs::read_to_string(&self.log).unwrap();
         let call = |line: &str| {
             let (name, argument) = line.split_once(' ').unwrap();
@@ -75,28 +103,28 @@ impl Fake {
     }
 
     /// Position of the first call of `name`.
-    pub fn first(&self, name: &str) -> Option<usize> {
+    pub(crate) fn first(&self, name: &str) -> Option<usize> {
         self.calls().iter().position(|(called, _)| called == name)
     }
 
     /// How often `name` was called.
-    pub fn count(&self, name: &str) -> usize {
+    pub(crate) fn count(&self, name: &str) -> usize {
         self.calls().iter().filter(|(called, _)| called == name).count()
     }
 
     /// From now on no event and no stream has finished.
-    pub fn be_busy(&self) {
+    pub(crate) fn be_busy(&self) {
         std::fs::write(&self.busy, "").unwrap();
     }
 
     /// Everything enqueued has finished.
-    pub fn be_done(&self) {
+    pub(crate) fn be_done(&self) {
         std::fs::remove_file(&self.busy).unwrap();
     }
 }
 
 /// Whether a mapping of this process starts at `address`.
-pub fn is_mapped(address: u64) -> bool {
+pub(crate) fn is_mapped(address: u64) -> bool {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     maps.lines().any(|line| {
         let range = line.split(' ').next().unwrap_or_default();

@@ -1,0 +1,11 @@
+use std::sync::Arc;
+
+use expert_tier::arena::{Filling, Slot};
+use expert_tier::residency::ExpertResidency;
+use expert_tier::store::manifest::Manifest;
+
+fn lease(slot: Slot<Filling>, manifest: &Arc<Manifest>) -> ExpertResidency {
+    slot.into_residency(manifest)
+}
+
+fn main() {}
