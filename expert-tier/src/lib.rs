@@ -1,7 +1,7 @@
 //! Fetches Mixture-of-Experts weights into a pinned, GPU-visible arena: what an inference runtime
 //! embeds.
 //!
-//! A [store](store) holds a model's experts as fixed-stride, checksummed records. A backend, an
+//! A [store] holds a model's experts as fixed-stride, checksummed records. A backend, an
 //! [`ExpertTier`](tier::ExpertTier), gets records from a [local store](posix) or from an
 //! [expert peer](tcp) into slots of an [arena], and hands out an
 //! [`ExpertResidency`](residency::ExpertResidency) only after identity and checksum have been

@@ -148,7 +148,7 @@ mod tests {
 
     #[test]
     fn a_bad_line_is_named_by_its_number() {
-        let error = |text| all(text).unwrap_err().to_string();
+        let error = |text: &str| all(text).unwrap_err().to_string();
         let good = "{\"step\":0,\"layer\":3,\"experts\":[5]}\n";
         assert!(error(&format!("{good}nonsense")).starts_with("line 2 of the trace"));
         let weights = "{\"step\":0,\"layer\":3,\"experts\":[5],\"weights\":[]}";
