@@ -89,8 +89,9 @@ pub(crate) struct Backend {
 }
 
 impl BackendArgs {
-    /// Opens the backend and makes an arena for its store.
-    pub(crate) fn open(&self) -> anyhow::Result<Backend> {
+    /// Opens the backend and makes an arena for its store; without a size given, one that holds
+    /// `most_records` at once if the default allows it.
+    pub(crate) fn open(&self, most_records: u64) -> anyhow::Result<Backend> {
         let kind = self.kind()?;
         let (tier, dialler): (Box<dyn ExpertTier>, _) = match kind {
             TierKind::Posix => {
@@ -107,7 +108,7 @@ impl BackendArgs {
                 (Box::new(TcpTier::connect(options)?), Some(dialler))
             }
         };
-        let arena = self.arena(tier.manifest().layout())?;
+        let arena = self.arena(tier.manifest().layout(), most_records)?;
         Ok(Backend { tier, arena, dialler })
     }
 
@@ -139,9 +140,9 @@ impl BackendArgs {
         })
     }
 
-    fn arena(&self, layout: &ExpertLayout) -> anyhow::Result<ExpertArena> {
+    fn arena(&self, layout: &ExpertLayout, most_records: u64) -> anyhow::Result<ExpertArena> {
         let bytes = setting(self.arena_bytes, &env::EXPERT_ARENA_BYTES)?;
-        let bytes = bytes.unwrap_or_else(|| default_arena_bytes(layout));
+        let bytes = bytes.unwrap_or_else(|| default_arena_bytes(layout, most_records));
         let mut options = ArenaOptions::for_layout(layout, bytes)?;
         if let Some(huge_pages) = setting(self.huge_pages, &env::EXPERT_HUGE_PAGES)? {
             options.huge_pages = huge_pages.0;
@@ -169,16 +170,18 @@ impl FromStr for PageWish {
     }
 }
 
-/// 256 MiB, or room for one record of each stride if that is more; less where the locked-memory
-/// limit leaves less, so that a first try works on a machine where nobody has raised it.
-fn default_arena_bytes(layout: &ExpertLayout) -> u64 {
-    const WANTED: u64 = 256 << 20;
+/// 256 MiB, and less where `most_records` or the whole store need less, or where the locked-memory
+/// limit leaves less, so that a first try works on a machine where nobody has raised it; but room
+/// for one record in any case.
+fn default_arena_bytes(layout: &ExpertLayout, most_records: u64) -> u64 {
+    const MOST: u64 = 256 << 20;
+    let needed = layout.max_stride().saturating_mul(most_records.min(layout.records()));
     let limit = LockLimit::current();
     let room = match (limit.capability, limit.soft_bytes) {
         (IpcLock::Absent, Some(soft)) => soft.saturating_sub(limit.locked_bytes),
         (IpcLock::Granted, _) | (_, None) => u64::MAX,
     };
-    WANTED.min(room).max(layout.max_stride())
+    MOST.min(needed).min(room).max(layout.max_stride())
 }
 
 /// The flag's value, else the variable's.

@@ -1,4 +1,47 @@
-//! Fetches expert records into a pinned, GPU-visible arena.
+//! Fetches Mixture-of-Experts weights into a pinned, GPU-visible arena: what an inference runtime
+//! embeds.
+//!
+//! A [store] holds a model's experts as fixed-stride, checksummed records. A backend, an
+//! [`ExpertTier`](tier::ExpertTier), gets records from a [local store](posix) or from an
+//! [expert peer](tcp) into slots of an [arena], and hands out an
+//! [`ExpertResidency`](residency::ExpertResidency) only after identity and checksum have been
+//! compared on the very bytes that it hands out.
+//!
+//! ```no_run
+//! use std::time::Duration;
+//!
+//! use expert_tier::arena::{ArenaOptions, ExpertArena};
+//! use expert_tier::key::ExpertKey;
+//! use expert_tier::tcp::{TcpOptions, TcpTier};
+//! use expert_tier::tier::{CompletionQueue, ExpertTier, FetchRequest};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let tier = TcpTier::connect(TcpOptions::new("10.0.0.2:9909"))?;
+//! let layout = tier.manifest().layout();
+//! let arena = ExpertArena::new(&ArenaOptions::for_layout(layout, 1 << 30)?)?;
+//!
+//! // The experts that layer 3 was routed to, all at once.
+//! let queue = CompletionQueue::new();
+//! let mut batch = Vec::new();
+//! for expert in [5, 17, 40] {
+//!     let key = ExpertKey::new(3, expert);
+//!     let bytes = layout.locate(key)?.record_bytes();
+//!     batch.push(FetchRequest::new(key, arena.acquire(bytes, Duration::from_secs(1))?));
+//! }
+//! let mut due = batch.len();
+//! tier.submit(&mut batch, &queue);
+//! while due > 0 {
+//!     let Some(completion) = tier.poll(&queue, Duration::from_secs(1)) else { continue };
+//!     due -= 1;
+//!     let expert = completion.outcome?.residency;
+//!     for tensor in expert.tensors() {
+//!         println!("{} at {:?}", tensor.spec.name, tensor.device_address);
+//!     }
+//!     // A kernel that reads it is launched here; then `expert.release_after(&stream)`.
+//! }
+//! # Ok(())
+//! # }
+//! ```
 
 #![deny(unsafe_code)]
 

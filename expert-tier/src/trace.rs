@@ -96,6 +96,11 @@ impl<R: BufRead> TraceReader<R> {
                 continue;
             }
             let line = self.line;
+            // serde would take a list of the values too.
+            if !text.starts_with(b"{") {
+                let source = serde::de::Error::custom("not a JSON object");
+                return Err(TraceError::Json { line, source });
+            }
             let acquire: Acquire =
                 serde_json::from_slice(text).map_err(|source| TraceError::Json { line, source })?;
             let experts = acquire.experts.len() as u64;
@@ -148,9 +153,10 @@ mod tests {
 
     #[test]
     fn a_bad_line_is_named_by_its_number() {
-        let error = |text| all(text).unwrap_err().to_string();
+        let error = |text: &str| all(text).unwrap_err().to_string();
         let good = "{\"step\":0,\"layer\":3,\"experts\":[5]}\n";
         assert!(error(&format!("{good}nonsense")).starts_with("line 2 of the trace"));
+        assert!(error("[0,3,[5]]").contains("line 1 of the trace: not a JSON object"));
         let weights = "{\"step\":0,\"layer\":3,\"experts\":[5],\"weights\":[]}";
         assert!(error(weights).contains("weights is 0, allowed is 1"));
         let long = " ".repeat(usize::try_from(MAX_LINE_BYTES).unwrap() + 1);

@@ -79,7 +79,7 @@ mod faulty {
             let completion = tier.poll(&queue, Duration::from_secs(10)).expect("a completion");
             let expert = completion.key.expert;
             match completion.outcome.map_err(|failure| *failure.error) {
-                Ok(_) => assert!(expert % 2 == 0),
+                Ok(_) => assert_eq!(expert % 2, 0),
                 Err(FetchError::Unreachable { .. }) => assert_eq!(expert, 1),
                 Err(FetchError::Mismatch { .. }) => assert_eq!(expert, 3),
                 Err(other) => panic!("{other}"),

@@ -84,7 +84,8 @@ impl Report {
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let backend = args.backend.open()?;
+    let one = args.what.expert.is_some();
+    let backend = args.backend.open(if one { 1 } else { u64::MAX })?;
     let start = Instant::now();
     let mut report = Report::new(backend.tier.kind());
     if let (Some(layer), Some(expert)) = (args.what.layer, args.what.expert) {

@@ -1,6 +1,6 @@
 //! The `rdma` backend over TCP: several streams to one peer, requests pipelined on each.
 //!
-//! One [`Desk`] holds every request. A stream is a connection and the thread that reads it; it
+//! One desk holds every request. A stream is a connection and the thread that reads it; it
 //! takes requests from the desk up to its depth, sends them, and receives the answers, which come
 //! in order, straight into their slots. A stream that breaks puts its requests back on the desk,
 //! where another stream, or the same one once it is connected again, takes them.

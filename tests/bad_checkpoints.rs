@@ -1,0 +1,284 @@
+//! Checkpoints that must not be packed: the error names what is wrong, and nothing is left.
+
+mod support;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use safetensors::Dtype;
+use serde_json::json;
+use support::{
+    Checkpoint, read_index, refuse, shard_name, write_index, write_raw_shard, write_shard,
+};
+
+const CONFIG: &str = r#"{"model_type": "small", "num_experts": 4, "num_experts_per_tok": 2}"#;
+const UP_3: &str = "model.layers.1.mlp.experts.3.up_proj.weight";
+
+struct Case {
+    _dir: tempfile::TempDir,
+    path: PathBuf,
+}
+
+impl Case {
+    /// A sound checkpoint in three shards.
+    fn sharded() -> Self {
+        Self::new(|path| Checkpoint::small(4).write_sharded(path, CONFIG, 3))
+    }
+
+    /// One file, with a change.
+    fn single(config: &str, change: impl FnOnce(&mut Checkpoint)) -> Self {
+        let mut checkpoint = Checkpoint::small(4);
+        change(&mut checkpoint);
+        Self::new(|path| checkpoint.write_single(path, config))
+    }
+
+    /// One shard from a header's text.
+    fn raw(header: &serde_json::Value, data: usize) -> Self {
+        Self::raw_text(&header.to_string(), data)
+    }
+
+    fn raw_text(header: &str, data: usize) -> Self {
+        Self::new(|path| {
+            fs::create_dir(path).unwrap();
+            fs::write(path.join("config.json"), "{}").unwrap();
+            write_raw_shard(&path.join("model.safetensors"), header, &vec![7; data]);
+        })
+    }
+
+    fn new(write: impl FnOnce(&Path)) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("checkpoint");
+        write(&path);
+        Self { _dir: dir, path }
+    }
+
+    /// Packing fails, and every one of `named` is in the message.
+    #[track_caller]
+    fn is_refused(&self, named: &[&str]) {
+        let error = refuse(&self.path);
+        for name in named {
+            assert!(error.contains(name), "{name:?} is not in: {error}");
+        }
+    }
+}
+
+#[test]
+fn a_sound_checkpoint_is_not_refused() {
+    let case = Case::sharded();
+    let out = case.path.with_file_name("store");
+    assert_eq!(support::pack(&case.path, &out)["records"], 8);
+}
+
+#[test]
+fn an_absent_shard_is_named_with_a_tensor_of_it_even_if_it_holds_dense_weights_only() {
+    for tensor in [UP_3, "model.embed_tokens.weight"] {
+        let case = Case::sharded();
+        let mut index = read_index(&case.path);
+        index.insert(tensor.into(), "model-00009-of-00009.safetensors".into());
+        write_index(&case.path, &index);
+        case.is_refused(&["model-00009-of-00009.safetensors is absent", tensor]);
+    }
+    let case = Case::sharded();
+    fs::remove_file(case.path.join(shard_name(1, 3))).unwrap();
+    case.is_refused(&["model-00002-of-00003.safetensors is absent", "model."]);
+}
+
+#[test]
+fn a_truncated_shard_is_named_with_both_lengths() {
+    let case = Case::sharded();
+    let shard = case.path.join(shard_name(2, 3));
+    let whole = fs::read(&shard).unwrap();
+    for length in [whole.len() - 1, 100, 9, 3] {
+        fs::write(&shard, &whole[..length]).unwrap();
+        let found = format!("model-00003-of-00003.safetensors has {length} bytes");
+        case.is_refused(&[&found, "truncated"]);
+    }
+    fs::write(&shard, &whole[..whole.len() - 1]).unwrap();
+    case.is_refused(&[&format!("its header describes {}", whole.len())]);
+    fs::write(&shard, [&whole[..], b"x"].concat()).unwrap();
+    case.is_refused(&["bytes that no tensor owns", &format!("describes {}", whole.len())]);
+}
+
+#[test]
+fn a_duplicate_tensor_is_named_in_one_shard_and_across_shards() {
+    let case = Case::sharded();
+    let index = read_index(&case.path);
+    let other = (0..3).map(|i| shard_name(i, 3)).find(|shard| index[UP_3] != shard.as_str());
+    let other = other.unwrap();
+    let mut checkpoint = Checkpoint::small(4);
+    checkpoint.0.retain(|name, _| name == UP_3 || index[name] == other.as_str());
+    write_shard(&case.path.join(&other), checkpoint.0.iter());
+    case.is_refused(&["duplicate tensor", UP_3, &other, index[UP_3].as_str().unwrap()]);
+
+    let entry = r#""a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}"#;
+    Case::raw_text(&format!("{{{entry}, {entry}}}"), 4).is_refused(&["duplicate tensor a"]);
+}
+
+#[test]
+fn what_an_expert_lacks_is_named_in_full() {
+    let without =
+        |name: &'static str| Case::single(CONFIG, move |c| assert!(c.0.remove(name).is_some()));
+    without(UP_3).is_refused(&[&format!("{UP_3} is missing")]);
+    let first = "model.layers.2.mlp.experts.0.down_proj.weight";
+    without(first).is_refused(&[&format!("{first} is missing"), "experts.1.down_proj.weight"]);
+    // A whole expert: a hole in the numbers.
+    let hole = Case::single(CONFIG, |c| {
+        c.0.retain(|name, _| !name.starts_with("model.layers.1.mlp.experts.2."));
+    });
+    hole.is_refused(&["model.layers.1.mlp.experts.2.down_proj.weight is missing"]);
+    // What one expert has and its siblings have not.
+    let extra = "model.layers.1.mlp.experts.3.up_proj.scale";
+    let case = Case::single(CONFIG, |c| {
+        let _ = c.add(extra, Dtype::F32, &[]);
+    });
+    case.is_refused(&["model.layers.1.mlp.experts.0.up_proj.scale is missing", extra]);
+}
+
+#[test]
+fn siblings_of_another_type_or_shape_are_both_named() {
+    let sibling = "model.layers.1.mlp.experts.0.up_proj.weight";
+    for (dtype, shape) in [(Dtype::F16, vec![4, 8]), (Dtype::BF16, vec![8, 4])] {
+        let case = Case::single(CONFIG, |c| {
+            let _ = c.add(UP_3, dtype, &shape);
+        });
+        let found = format!("{UP_3} is {dtype} {shape:?}");
+        case.is_refused(&[&found, sibling, "BF16 [4, 8]"]);
+    }
+}
+
+#[test]
+fn a_config_that_disagrees_with_the_tensors_is_named_with_both_numbers() {
+    for (config, key) in [
+        (r#"{"num_experts": 8}"#, "num_experts = 8"),
+        (r#"{"text_config": {"num_local_experts": 8}}"#, "text_config.num_local_experts = 8"),
+        (r#"{"n_routed_experts": 8, "n_shared_experts": 4}"#, "n_routed_experts = 8"),
+        (r#"{"moe_num_experts": [4, 8]}"#, "layer 2 has 4 experts"),
+        (r#"{"num_experts": 2}"#, "num_experts = 2"),
+    ] {
+        Case::single(config, |_| {}).is_refused(&[key, "has 4 experts", "model.layers."]);
+    }
+    let fused = |config: &str, dim| {
+        Case::single(config, move |c| {
+            c.0.retain(|name, _| !name.contains("experts"));
+            c.add("model.layers.1.mlp.experts.w1", Dtype::BF16, &[4, 2]);
+            c.add("model.layers.1.mlp.experts.w2", Dtype::BF16, &[dim, 2]);
+        })
+    };
+    fused(r#"{"num_experts": 8}"#, 4).is_refused(&["num_experts = 8", "layer 1 has 4 experts"]);
+    fused(CONFIG, 5).is_refused(&["experts.w2", "first dimension of 5", "4 experts"]);
+    fused(r#"{"num_experts": 8}"#, 5).is_refused(&["not understood", "first dimension"]);
+}
+
+#[test]
+fn a_dense_model_is_named_as_one() {
+    let dense =
+        |config: &str| Case::single(config, |c| c.0.retain(|name, _| !name.contains("experts")));
+    dense("{}").is_refused(&["no expert tensors", "dense model"]);
+    dense(CONFIG).is_refused(&["no expert tensors", "num_experts = 4", "no tensor is named"]);
+}
+
+#[test]
+fn what_looks_like_an_expert_and_is_not_understood_is_named() {
+    for (name, shape, why) in [
+        ("model.layers.1.mlp.experts.expert_0.w1.weight", vec![4], "`expert_0` is not a number"),
+        ("model.layers.1.mlp.experts.w1", vec![3, 4], "first dimension of 3"),
+        ("model.layers.1.mlp.experts.scale", vec![], "scalar"),
+        ("model.layers.1.mlp.experts.01.up_proj.weight", vec![4, 8], "leading zero"),
+        ("model.blocks.1.mlp.experts.0.up_proj.weight", vec![4, 8], "no `layers.<number>`"),
+        ("model.layers.1.mlp.experts.0.*.weight", vec![4, 8], "`*`"),
+        ("model.layers.1.block_sparse_moe.input_linear.weight", vec![5, 8], "dimension of 5"),
+    ] {
+        let case = Case::single(CONFIG, |c| {
+            let _ = c.add(name, Dtype::BF16, &shape);
+        });
+        case.is_refused(&[name, "not understood", why]);
+    }
+    let case = Case::single(CONFIG, |c| {
+        let _ = c.add("model.layers.1.mlp.experts.packed", Dtype::F4, &[4, 3, 2, 1]);
+        let _ = c.add("model.layers.1.mlp.experts.halves", Dtype::F4, &[4, 3]);
+    });
+    case.is_refused(&["model.layers.1.mlp.experts.halves", "no whole number of bytes"]);
+}
+
+#[test]
+fn an_index_that_says_other_than_the_shards_is_refused() {
+    let case = Case::sharded();
+    let good = read_index(&case.path);
+    let with = |tensor: &str, shard: &str| {
+        let mut index = good.clone();
+        index.insert(tensor.into(), shard.into());
+        write_index(&case.path, &index);
+        case.is_refused(&[tensor, shard]);
+    };
+    let other = |tensor: &str| match good[tensor] == shard_name(0, 3).as_str() {
+        true => shard_name(1, 3),
+        false => shard_name(0, 3),
+    };
+    with(UP_3, &other(UP_3));
+    with("model.norm.weight", &shard_name(0, 3));
+    with(UP_3, "../model-00001-of-00003.safetensors");
+    with(UP_3, "");
+    let index = case.path.join("model.safetensors.index.json");
+    for (text, named) in [("{", "EOF"), ("{}", "no weight_map"), ("[]", "invalid type")] {
+        fs::write(&index, text).unwrap();
+        case.is_refused(&["model.safetensors.index.json", named]);
+    }
+}
+
+#[test]
+fn a_header_that_breaks_the_format_is_refused_with_the_shard() {
+    let entry = |dtype: &str, shape: &[u64], span: [u64; 2]| json!({"dtype": dtype, "shape": shape, "data_offsets": span});
+    let name = "model.layers.0.mlp.experts.0.w";
+    for (header, data, named) in [
+        (json!({ name: entry("U8", &[4], [1, 5]) }), 5, "leaves a hole"),
+        (json!({ name: entry("U8", &[4], [0, 4]), "b": entry("U8", &[4], [2, 6]) }), 6, "overlaps"),
+        (json!({ name: entry("F32", &[4], [0, 4]) }), 4, "makes it 16 bytes"),
+        (json!({ name: entry("U8", &[4], [4, 0]) }), 4, "data_offsets [4, 0]"),
+        (json!({ name: entry("U8", &[u64::MAX, 3], [0, 4]) }), 4, "no whole number"),
+        (json!({ name: entry("X9", &[4], [0, 4]) }), 4, "X9"),
+        (json!({ name: entry("U8", &[1; 65], [0, 1]) }), 1, "dimensions"),
+        (json!({ name: {"dtype": "U8", "shape": [-1], "data_offsets": [0, 1]} }), 1, name),
+        (json!({ name: 5 }), 0, name),
+        (json!([]), 0, "bad header"),
+    ] {
+        Case::raw(&header, data).is_refused(&[named]);
+    }
+    Case::raw_text("{} x", 0).is_refused(&["model.safetensors", "bad header"]);
+    Case::raw_text("{", 0).is_refused(&["model.safetensors", "bad header"]);
+    let case = Case::raw_text("{}", 0);
+    fs::write(case.path.join("model.safetensors"), [0xff; 64]).unwrap();
+    case.is_refused(&["model.safetensors", "the header has 18446744073709551615 bytes"]);
+}
+
+#[test]
+fn a_directory_that_is_no_checkpoint_says_what_is_missing() {
+    let case = Case::sharded();
+    fs::remove_file(case.path.join("model.safetensors.index.json")).unwrap();
+    case.is_refused(&["3 shards", "no model.safetensors.index.json"]);
+    fs::write(case.path.join("config.json"), "{").unwrap();
+    case.is_refused(&["config.json", "EOF"]);
+    fs::remove_file(case.path.join("config.json")).unwrap();
+    case.is_refused(&["no config.json"]);
+    fs::remove_dir_all(&case.path).unwrap();
+    case.is_refused(&["no such directory"]);
+    let case = Case::new(|path| {
+        fs::create_dir(path).unwrap();
+        fs::write(path.join("config.json"), CONFIG).unwrap();
+    });
+    case.is_refused(&["neither model.safetensors.index.json nor model.safetensors"]);
+}
+
+#[test]
+fn a_header_of_more_than_100_mb_is_read() {
+    let case = Case::single(CONFIG, |_| {});
+    let shard = case.path.join("model.safetensors");
+    let file = fs::read(&shard).unwrap();
+    let header_bytes = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
+    let (header, data) = file[8..].split_at(header_bytes);
+    let note = "x".repeat(101_000_000);
+    let header = String::from_utf8(header.to_vec()).unwrap();
+    let header = header.replacen('{', &format!(r#"{{"__metadata__":{{"note":"{note}"}},"#), 1);
+    write_raw_shard(&shard, &header, data);
+    let out = case.path.with_file_name("store");
+    assert_eq!(support::pack(&case.path, &out)["records"], 8);
+}

@@ -1,0 +1,304 @@
+//! Packed bytes against the `safetensors` crate's own reader.
+
+mod support;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use expert_tier::store::ExpertStore;
+use expert_tier::store::verify::RecordReader;
+use safetensors::Dtype;
+use support::{Checkpoint, Tensor, checkpoints, pack, succeed};
+
+/// A tensor of an expert: layer, expert, name in the checkpoint.
+type Name = (u32, u32, String);
+
+/// Dtype, shape and bytes.
+type Content = (String, Vec<u64>, Vec<u8>);
+
+/// Every tensor in a store.
+fn packed(store: &Path) -> BTreeMap<Name, Content> {
+    let store = ExpertStore::open(store).unwrap();
+    let mut found = BTreeMap::new();
+    for key in store.manifest().layout().keys() {
+        let layer = store.manifest().layout().locate(key).unwrap();
+        let record = RecordReader::open(&store, key).unwrap();
+        for tensor in layer.spec().tensors() {
+            let mut bytes = Vec::new();
+            let sink = |part: &[u8]| {
+                bytes.extend_from_slice(part);
+                Ok(())
+            };
+            record.read(tensor.offset, tensor.bytes, sink).unwrap();
+            let name = (key.layer, key.expert, layer.checkpoint_name(tensor, key.expert));
+            let content = (tensor.dtype.to_string(), tensor.shape.clone(), bytes);
+            assert_eq!(found.insert(name, content), None);
+        }
+    }
+    found
+}
+
+/// Every routed expert's tensors under `prefix`, cut here and not by the packer.
+fn routed(checkpoint: &Checkpoint, prefix: &str) -> BTreeMap<Name, Content> {
+    let mut found = BTreeMap::new();
+    for (name, tensor) in &checkpoint.0 {
+        let Some(rest) = name.strip_prefix(prefix) else { continue };
+        let fused_linear =
+            rest.contains(".block_sparse_moe.input_linear.") || rest.contains(".output_linear.");
+        if !rest.contains(".experts.") && !fused_linear {
+            continue;
+        }
+        let layer: u32 = rest.split('.').next().unwrap().parse().unwrap();
+        let expert = rest.split(".experts.").nth(1).and_then(|tail| tail.split('.').next());
+        if let Some(expert) = expert.and_then(|text| text.parse().ok()) {
+            found
+                .insert((layer, expert, name.clone()), content(tensor, tensor.shape.clone(), None));
+            continue;
+        }
+        for expert in 0..tensor.shape[0] {
+            let key = (layer, expert as u32, name.clone());
+            found.insert(key, content(tensor, tensor.shape[1..].to_vec(), Some(expert)));
+        }
+    }
+    found
+}
+
+fn content(tensor: &Tensor, shape: Vec<usize>, slice: Option<usize>) -> Content {
+    let bytes = match slice {
+        None => tensor.bytes.clone(),
+        Some(slice) => {
+            let length = tensor.bytes.len() / tensor.shape[0];
+            tensor.bytes[slice * length..][..length].to_vec()
+        }
+    };
+    (tensor.dtype.to_string(), shape.into_iter().map(|dim| dim as u64).collect(), bytes)
+}
+
+/// Compares maps without printing megabytes.
+fn assert_same(found: &BTreeMap<Name, Content>, expected: &BTreeMap<Name, Content>, what: &str) {
+    assert!(found.keys().eq(expected.keys()), "{what}: other tensors than expected");
+    for (name, content) in found {
+        let wanted = &expected[name];
+        assert_eq!((&content.0, &content.1), (&wanted.0, &wanted.1), "{what}: {name:?}");
+        assert!(content.2 == wanted.2, "{what}: the bytes of {name:?} differ");
+    }
+}
+
+#[test]
+fn every_routed_expert_tensor_of_every_checkpoint_is_packed_byte_for_byte() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut tensors = BTreeMap::new();
+    for path in checkpoints() {
+        let name = path.file_name().unwrap().to_str().unwrap().to_string();
+        let store = dir.path().join(&name);
+        let summary = pack(&path, &store);
+        let expected = routed(&Checkpoint::read(&path), "model.layers.");
+        assert_same(&packed(&store), &expected, &name);
+        assert_eq!(summary["left_dense"], serde_json::json!([]), "{name}");
+        succeed(&["verify", store.to_str().unwrap()]);
+        tensors.insert(name, expected.len());
+    }
+    let counts: Vec<_> = tensors.iter().map(|(name, &count)| (name.as_str(), count)).collect();
+    // Layers x experts x tensors of each, counted from the checkpoints by hand.
+    assert_eq!(
+        counts,
+        [
+            ("deepseek_v3", 2 * 8 * 3),
+            ("deepseek_v3_fp8", 2 * 8 * 6),
+            ("gpt_oss", 3 * 8 * 4),
+            ("gpt_oss_mxfp4", 3 * 8 * 6),
+            ("granitemoe", 3 * 8 * 2),
+            ("kjv-moe", 6 * 32 * 3),
+            ("llama4", 3 * 4 * 2),
+            ("mixtral", 3 * 8 * 3),
+            ("olmoe", 3 * 8 * 3),
+            ("qwen2_moe", 3 * 8 * 3),
+            ("qwen3_moe", 3 * 8 * 3),
+        ]
+    );
+}
+
+/// Quantised and mixed layers of different sizes, a second tree, dense layers between.
+fn varied() -> Checkpoint {
+    let mut it = Checkpoint::default();
+    let layers = "language_model.model.layers";
+    it.add("language_model.model.embed_tokens.weight", Dtype::BF16, &[16, 4]);
+    for layer in [0, 50, 102] {
+        it.add(format!("{layers}.{layer}.mlp.up_proj.weight"), Dtype::BF16, &[8, 4]);
+    }
+    for expert in 0..4 {
+        let up = format!("{layers}.1.mlp.experts.{expert}.up_proj");
+        it.add(format!("{up}.qweight"), Dtype::I32, &[2, 6]);
+        it.add(format!("{up}.scales"), Dtype::F16, &[1, 6]);
+        it.add(format!("{up}.qzeros"), Dtype::I32, &[1, 1]);
+        it.add(format!("{up}.g_idx"), Dtype::I32, &[8]);
+        it.add(format!("{up}.input_scale"), Dtype::F32, &[]);
+        it.add(format!("{up}.bias"), Dtype::F16, &[6]);
+        it.add(format!("{layers}.1.mlp.experts.{expert}.down_proj.weight"), Dtype::F4, &[5, 6]);
+        it.add(
+            format!("{layers}.1.mlp.experts.{expert}.down_proj.weight_scale"),
+            Dtype::F8_E8M0,
+            &[5],
+        );
+    }
+    it.add(format!("{layers}.1.mlp.shared_experts.up_proj.weight"), Dtype::BF16, &[4, 4]);
+    it.add(format!("{layers}.1.mlp.gate.weight"), Dtype::BF16, &[4, 4]);
+    it.add(format!("{layers}.2.ffn.experts.gate_up_proj"), Dtype::F8_E4M3, &[2, 8, 6]);
+    it.add(format!("{layers}.2.ffn.experts.gate_up_proj_scale"), Dtype::F32, &[2]);
+    it.add(format!("{layers}.2.ffn.experts.down_proj_bias"), Dtype::F64, &[2, 3]);
+    for expert in 0..12 {
+        it.add(format!("{layers}.101.mlp.experts.{expert}.w1.weight"), Dtype::F32, &[3, 300]);
+    }
+    it.add(format!("{layers}.101.mlp.experts.w2"), Dtype::I8, &[12, 5, 7]);
+    for expert in 0..2 {
+        it.add(format!("mtp.layers.0.mlp.experts.{expert}.w1.weight"), Dtype::F32, &[3]);
+    }
+    it.add("mtp.layers.3.mlp.experts.w1", Dtype::F32, &[3]);
+    it
+}
+
+const NO_COUNT: &str = r#"{"model_type": "varied", "num_experts_per_tok": 2}"#;
+
+#[test]
+fn quantised_mixed_and_uneven_layers_are_packed_byte_for_byte() {
+    let dir = tempfile::tempdir().unwrap();
+    let checkpoint = varied();
+    checkpoint.write_single(&dir.path().join("checkpoint"), NO_COUNT);
+    let store = dir.path().join("store");
+    let summary = pack(&dir.path().join("checkpoint"), &store);
+    let expected = routed(&checkpoint, "language_model.model.layers.");
+    assert_same(&packed(&store), &expected, "varied");
+    assert_eq!(summary["left_dense"], serde_json::json!(["mtp.layers.0", "mtp.layers.3"]));
+    assert_eq!(summary["records"], 4 + 2 + 12);
+    succeed(&["verify", store.to_str().unwrap()]);
+}
+
+#[test]
+fn one_fingerprint_however_the_tensors_are_sharded_and_how_many_threads_pack() {
+    let dir = tempfile::tempdir().unwrap();
+    let (input, checkpoint) = (dir.path().join("input"), varied());
+    let mut fingerprints = Vec::new();
+    for shards in [0, 1, 3, 200] {
+        let _ = std::fs::remove_dir_all(&input);
+        match shards {
+            0 => checkpoint.write_single(&input, NO_COUNT),
+            shards => checkpoint.write_sharded(&input, NO_COUNT, shards),
+        }
+        for workers in ["1", "7"] {
+            let out = dir.path().join(format!("store-{shards}-{workers}"));
+            let (input, out) = (input.to_str().unwrap(), out.to_str().unwrap());
+            let args =
+                ["pack", "--checkpoint", input, "--out", out, "--workers", workers, "--json"];
+            let summary: serde_json::Value = serde_json::from_slice(&succeed(&args)).unwrap();
+            fingerprints.push(summary["fingerprint"].as_str().unwrap().to_string());
+        }
+    }
+    fingerprints.dedup();
+    assert_eq!(fingerprints.len(), 1, "{fingerprints:?}");
+    // Same shapes, one other byte: another store.
+    let mut other = checkpoint;
+    other.0.get_mut("language_model.model.layers.2.ffn.experts.gate_up_proj").unwrap().bytes[5] ^=
+        1;
+    let input = dir.path().join("other");
+    other.write_single(&input, NO_COUNT);
+    let summary = pack(&input, &dir.path().join("other-store"));
+    assert_ne!(summary["fingerprint"], fingerprints[0].as_str());
+}
+
+#[test]
+fn extract_writes_what_the_checkpoint_has_under_the_checkpoints_names() {
+    let dir = tempfile::tempdir().unwrap();
+    let checkpoint = varied();
+    checkpoint.write_single(&dir.path().join("checkpoint"), NO_COUNT);
+    let store = dir.path().join("store");
+    pack(&dir.path().join("checkpoint"), &store);
+    let store = store.to_str().unwrap();
+    let extract = |layer: &str, expert: &str, tensor: &str| {
+        succeed(&["extract", store, "--layer", layer, "--expert", expert, "--tensor", tensor])
+    };
+    let list = succeed(&["extract", store, "--layer", "1", "--expert", "3"]);
+    let list = String::from_utf8(list).unwrap();
+    let prefix = "language_model.model.layers.1.mlp.experts.3";
+    assert!(list.contains(&format!("{prefix}.down_proj.weight F4 [5,6] 15\n")), "{list}");
+    assert!(list.contains(&format!("{prefix}.up_proj.input_scale F32 [] 4\n")), "{list}");
+    assert_eq!(list.lines().count(), 8);
+    for line in list.lines() {
+        let name = line.split(' ').next().unwrap();
+        assert!(extract("1", "3", name) == checkpoint.0[name].bytes, "{name}");
+    }
+    let fused = "language_model.model.layers.2.ffn.experts.gate_up_proj";
+    assert!(extract("2", "1", fused) == checkpoint.0[fused].bytes[48..]);
+    let error =
+        support::fail(&["extract", store, "--layer", "2", "--expert", "1", "--tensor", "x"]);
+    assert!(error.contains("has no tensor x, it has") && error.contains(fused), "{error}");
+    let error = support::fail(&["extract", store, "--layer", "50", "--expert", "1"]);
+    assert!(error.contains("no MoE layer 50, its layers are 1-2, 101"), "{error}");
+}
+
+#[test]
+fn a_dry_run_says_what_would_be_packed_and_writes_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("store");
+    let (input, out) = (support::testdata("kjv-moe"), out.to_str().unwrap());
+    let input = input.to_str().unwrap();
+    let args = ["pack", "--checkpoint", input, "--out", out, "--dry-run", "--json"];
+    let summary: serde_json::Value = serde_json::from_slice(&succeed(&args)).unwrap();
+    assert_eq!((&summary["records"], &summary["layers"]), (&192.into(), &6.into()));
+    assert!(summary["fingerprint"].is_null());
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+    let packed = pack(Path::new(input), Path::new(out));
+    assert_eq!((&packed["records"], &packed["bytes"]), (&summary["records"], &summary["bytes"]));
+}
+
+#[test]
+fn inspect_lists_every_tensor_with_its_place() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = dir.path().join("store");
+    pack(&support::testdata("checkpoints/qwen3_moe"), &store);
+    let store = store.to_str().unwrap();
+    let report: serde_json::Value =
+        serde_json::from_slice(&succeed(&["inspect", store, "--json"])).unwrap();
+    let layer = &report["layers"][2];
+    assert_eq!((&report["version"], &layer["layer"]), (&1.into(), &2.into()));
+    assert_eq!((&layer["experts"], &layer["stride"]), (&8.into(), &16384.into()));
+    assert_eq!(layer["payload_bytes"], 12288);
+    let expected = serde_json::json!({"name": "mlp.experts.*.gate_proj.weight", "dtype": "BF16",
+        "shape": [32, 64], "offset": 4096, "bytes": 4096});
+    assert_eq!(layer["tensors"][1], expected);
+    let table = String::from_utf8(succeed(&["inspect", store])).unwrap();
+    assert!(table.contains("layers 0 to 2: 8 experts, 12288 bytes"), "{table}");
+}
+
+#[test]
+fn synthetic_stores_have_the_bytes_that_their_description_gives_them() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = dir.path().join("store");
+    let text = "layers=3,experts=5,bytes=1000000/70001,seed=9";
+    succeed(&["pack", "--synthetic", text, "--out", store.to_str().unwrap()]);
+    let spec: expert_tier::pack::SyntheticSpec = text.parse().unwrap();
+    for ((layer, expert, name), (dtype, shape, bytes)) in packed(&store) {
+        let key = expert_tier::key::ExpertKey::new(layer, expert);
+        assert!(bytes == spec.payload(key), "{key}");
+        assert_eq!((dtype.as_str(), shape), ("U8", vec![[1_000_000, 70_001][layer as usize % 2]]));
+        assert_eq!(name, format!("model.layers.{layer}.mlp.experts.{expert}.weight"));
+    }
+}
+
+#[test]
+fn a_reader_that_leaves_early_is_no_failure() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = dir.path().join("store");
+    let store = store.to_str().unwrap();
+    succeed(&["pack", "--synthetic", "layers=1,experts=1,bytes=4000000", "--out", store]);
+    let tensor = "model.layers.0.mlp.experts.0.weight";
+    let args = ["extract", store, "--layer", "0", "--expert", "0", "--tensor", tensor];
+    let mut child = support::metrale()
+        .args(args)
+        .stdout(std::process::Stdio::piped())
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
+}
