@@ -122,8 +122,9 @@ impl Desk {
         let state = State {
             waiting: VecDeque::new(),
             links: (0..streams).map(|_| link()).collect(),
-            down_since: Some(Instant::now()),
-            last_end: "not connected yet".into(),
+            // The first connection has been made by whoever makes a desk.
+            down_since: None,
+            last_end: String::new(),
             next_wire_id: 1,
             closing: false,
             frames: Vec::new(),

@@ -166,6 +166,14 @@ pub enum FrameError {
         /// The value found.
         found: u16,
     },
+    /// A status on a frame that is neither an answer nor a refusal.
+    #[error("status {} on a {frame:?} frame; only answers and refusals have one", status.name())]
+    StatusHere {
+        /// The frame's type.
+        frame: FrameType,
+        /// The status found.
+        status: Status,
+    },
     /// The reserved bytes are not zero.
     #[error("reserved bytes hold {found}")]
     Reserved {
@@ -243,9 +251,11 @@ impl FrameHeader {
             return Err(FrameError::Reserved { found });
         }
         let body_bytes = u64::from_le_bytes([l0, l1, l2, l3, l4, l5, l6, l7]);
-        let (least, most) = match status {
-            Status::Ok => frame.body_range(),
-            _ => (0, MAX_TEXT_BYTES),
+        // A status changes what the body is, so it may stand only where a reader expects that.
+        let (least, most) = match (status, frame) {
+            (Status::Ok, _) => frame.body_range(),
+            (_, FrameType::Record | FrameType::Refusal) => (0, MAX_TEXT_BYTES),
+            _ => return Err(FrameError::StatusHere { frame, status }),
         };
         if body_bytes < least || body_bytes > most {
             return Err(FrameError::Length { frame, found: body_bytes, least, most });
@@ -281,6 +291,21 @@ mod tests {
         for status in Status::ALL {
             let header = FrameHeader { status, ..FrameHeader::control(FrameType::Refusal, 0) };
             assert_eq!(FrameHeader::decode(&header.encode()), Ok(header));
+        }
+    }
+
+    #[test]
+    fn a_status_stands_on_answers_and_refusals_alone() {
+        for frame in FrameType::ALL {
+            let header = FrameHeader { status: Status::Busy, ..FrameHeader::control(frame, 0) };
+            let allowed = matches!(frame, FrameType::Record | FrameType::Refusal);
+            match FrameHeader::decode(&header.encode()) {
+                Ok(found) => assert!(allowed && found == header),
+                Err(error) => {
+                    assert_eq!(error, FrameError::StatusHere { frame, status: Status::Busy });
+                    assert!(!allowed);
+                }
+            }
         }
     }
 

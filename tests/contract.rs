@@ -1,0 +1,58 @@
+//! The contract of every backend, over TCP to a real peer process that wants a secret.
+
+mod peer_support;
+
+use std::path::PathBuf;
+
+use expert_tier::tcp::{TcpOptions, TcpTier};
+use expert_tier::testing::contract::Harness;
+use expert_tier::testing::{FaultyTier, TestStore};
+use expert_tier::tier::ExpertTier;
+use expert_tier::wire::Secret;
+
+use peer_support::process::Peer;
+
+struct Remote<T> {
+    // Closed before the peer is killed, as a runtime would.
+    tier: Option<T>,
+    _peer: Peer,
+    store: TestStore,
+}
+
+impl<T: ExpertTier> Harness for Remote<T> {
+    fn tier(&self) -> &dyn ExpertTier {
+        self.tier.as_ref().expect("the backend has not been closed")
+    }
+
+    fn store(&self) -> &TestStore {
+        &self.store
+    }
+
+    fn close(&mut self) {
+        self.tier = None;
+    }
+}
+
+fn make<T>(streams: u32, wrap: impl FnOnce(TcpTier) -> T) -> Remote<T> {
+    let store = TestStore::mixed(1);
+    let secret: PathBuf = store.scratch().join("secret");
+    std::fs::write(&secret, "the secret of the contract's tests\n").expect("a file of ours");
+    let peer = Peer::start_with(&store.path(), &[], Some(&secret));
+    let secret = Some(Secret::read(&secret).expect("long enough"));
+    // Defaults but for the streams: the contract must hold as users run it.
+    let options = TcpOptions { streams, secret, ..TcpOptions::new(peer.address()) };
+    let tier = TcpTier::connect(options).expect("a peer that listens");
+    Remote { tier: Some(wrap(tier)), _peer: peer, store }
+}
+
+mod tcp_over_one_stream {
+    expert_tier::contract_suite!(|| super::make(1, |tier| tier));
+}
+
+mod tcp_over_four_streams {
+    expert_tier::contract_suite!(|| super::make(4, |tier| tier));
+}
+
+mod faulty_without_faults_over_tcp {
+    expert_tier::contract_suite!(|| super::make(2, super::FaultyTier::new));
+}
