@@ -15,6 +15,7 @@ use expert_tier::layout::ExpertLayout;
 use expert_tier::posix::{PosixOptions, PosixTier};
 use expert_tier::tcp::{Dialler, TcpOptions, TcpTier};
 use expert_tier::tier::{ExpertTier, TierKind};
+use expert_tier::uma::{UmaOptions, UmaTier};
 use expert_tier::wire::Secret;
 use gpu_sys::env::{self, Variable};
 use gpu_sys::limits::{IpcLock, LockLimit};
@@ -25,7 +26,8 @@ use crate::usage::UsageError;
 /// Flags shared by everything that fetches.
 #[derive(clap::Args, Debug)]
 pub(crate) struct BackendArgs {
-    /// Where experts come from: posix (a local store) or rdma (a peer over TCP)
+    /// Where experts come from: uma (a local store by direct reads), posix (a local store by
+    /// ordinary reads) or rdma (a peer over TCP) [default: uma]
     #[arg(long = "expert-backend", value_name = "BACKEND")]
     backend: Option<String>,
     /// The local store
@@ -95,11 +97,13 @@ impl BackendArgs {
         let kind = self.kind()?;
         let (tier, dialler): (Box<dyn ExpertTier>, _) = match kind {
             TierKind::Posix => {
-                let store = setting(self.store.clone(), &env::EXPERT_STORE)?;
-                let store = store.ok_or_else(|| missing("posix", "a store", &env::EXPERT_STORE))?;
                 let deadline = self.deadline()?;
                 let options = PosixOptions { deadline, ..PosixOptions::default() };
-                (Box::new(PosixTier::open(&store, options)?), None)
+                (Box::new(PosixTier::open(&self.store(kind)?, options)?), None)
+            }
+            TierKind::Uma => {
+                let options = UmaOptions { deadline: self.deadline()?, ..UmaOptions::default() };
+                (Box::new(UmaTier::open(&self.store(kind)?, &options)?), None)
             }
             TierKind::Rdma => {
                 let options = self.tcp()?;
@@ -109,14 +113,22 @@ impl BackendArgs {
             }
         };
         let arena = self.arena(tier.manifest().layout(), most_records)?;
+        tier.use_arena(&arena);
         Ok(Backend { tier, arena, dialler })
+    }
+
+    fn store(&self, kind: TierKind) -> anyhow::Result<PathBuf> {
+        let store = setting(self.store.clone(), &env::EXPERT_STORE)?;
+        let mut missing = missing(kind.name(), "a store", &env::EXPERT_STORE);
+        if self.peer.is_some() {
+            missing.0.push_str("; for a peer, choose --expert-backend rdma");
+        }
+        Ok(store.ok_or(missing)?)
     }
 
     fn kind(&self) -> anyhow::Result<TierKind> {
         let name = setting(self.backend.clone(), &env::EXPERT_BACKEND)?;
-        let names = TierKind::ALL.map(TierKind::name).join(" or ");
-        let missing = || UsageError(format!("which backend? give --expert-backend {names}"));
-        Ok(name.ok_or_else(missing)?.parse::<TierKind>()?)
+        Ok(name.as_deref().unwrap_or(TierKind::Uma.name()).parse::<TierKind>()?)
     }
 
     fn deadline(&self) -> anyhow::Result<Duration> {

@@ -47,6 +47,7 @@
 
 mod account;
 pub mod arena;
+mod direct;
 pub mod dtype;
 pub mod error;
 pub mod fingerprint;
@@ -62,4 +63,5 @@ pub mod tcp;
 pub mod testing;
 pub mod tier;
 pub mod trace;
+pub mod uma;
 pub mod wire;

@@ -49,6 +49,7 @@ pub struct PosixTier {
 struct Shared {
     store: ExpertStore,
     options: PosixOptions,
+    kind: TierKind,
     jobs: Mutex<Jobs>,
     bell: Condvar,
     healthy: AtomicBool,
@@ -73,25 +74,35 @@ impl PosixTier {
     /// # Errors
     /// The store cannot be opened, or a thread cannot be started.
     pub fn open(dir: &Path, options: PosixOptions) -> Result<Self, StoreError> {
-        let store = ExpertStore::open(dir)?;
+        Self::start(ExpertStore::open(dir)?, options, TierKind::Posix)
+    }
+
+    /// Serves an open store as a backend of kind `kind`.
+    pub(crate) fn start(
+        store: ExpertStore,
+        options: PosixOptions,
+        kind: TierKind,
+    ) -> Result<Self, StoreError> {
+        let dir = store.dir().to_owned();
         let threads = options.threads.clamp(1, 64);
         let shared = Arc::new(Shared {
             store,
             options,
+            kind,
             jobs: Mutex::default(),
             bell: Condvar::new(),
             healthy: AtomicBool::new(true),
-            accounts: Accounts::new(TierKind::Posix, Source::Local),
+            accounts: Accounts::new(kind, Source::Local),
         });
         let mut tier = Self { shared, readers: Vec::new() };
         for n in 0..threads {
             let shared = Arc::clone(&tier.shared);
             let reader = std::thread::Builder::new()
-                .name(format!("posix-{n}"))
+                .name(format!("{kind}-{n}"))
                 .spawn(move || shared.serve())
                 .map_err(|source| StoreError::Io {
                     action: "start a reader thread for",
-                    path: dir.to_owned(),
+                    path: dir.clone(),
                     source,
                 })?;
             tier.readers.push(reader);
@@ -114,7 +125,7 @@ impl Drop for PosixTier {
 
 impl ExpertTier for PosixTier {
     fn kind(&self) -> TierKind {
-        TierKind::Posix
+        self.shared.kind
     }
 
     fn manifest(&self) -> &Arc<Manifest> {
@@ -163,7 +174,7 @@ impl Shared {
             let waited = job.submitted.elapsed();
             let late = waited > self.options.deadline;
             self.end(job, |key, slot| {
-                let backend = TierKind::Posix;
+                let backend = self.kind;
                 if closing {
                     Err(FetchFailure::new(FetchError::Closed { key, backend }, slot))
                 } else if late {
@@ -231,7 +242,7 @@ impl Shared {
             Err(rejected) => {
                 self.accounts.mismatched();
                 let origin = self.store.dir().display().to_string();
-                let (backend, mismatch) = (TierKind::Posix, rejected.mismatch);
+                let (backend, mismatch) = (self.kind, rejected.mismatch);
                 let error = FetchError::Mismatch { key, backend, origin, mismatch };
                 Err(FetchFailure::new(error, rejected.slot))
             }

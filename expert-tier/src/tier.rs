@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::arena::{Free, Slot};
+use crate::arena::{ExpertArena, Free, Slot};
 use crate::error::{FetchError, FetchFailure};
 use crate::key::ExpertKey;
 use crate::residency::ExpertResidency;
@@ -24,19 +24,22 @@ use crate::store::manifest::Manifest;
 pub enum TierKind {
     /// A local store by ordinary reads; the reference.
     Posix,
+    /// A local store by direct reads through io_uring; the default.
+    Uma,
     /// A peer over TCP.
     Rdma,
 }
 
 impl TierKind {
     /// Every backend of this build.
-    pub const ALL: [Self; 2] = [Self::Posix, Self::Rdma];
+    pub const ALL: [Self; 3] = [Self::Posix, Self::Uma, Self::Rdma];
 
     /// The value of `--expert-backend`, and the label in metrics.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
             Self::Posix => "posix",
+            Self::Uma => "uma",
             Self::Rdma => "rdma",
         }
     }
@@ -55,7 +58,9 @@ pub enum UnknownBackend {
     #[error("this build has no verbs: use --expert-backend rdma, which reaches a peer over TCP")]
     NoVerbs,
     /// Any other name.
-    #[error("{0:?} is no expert backend: this build has posix (local store) and rdma (a peer)")]
+    #[error(
+        "{0:?} is no expert backend: this build has posix and uma (a local store), rdma (a peer)"
+    )]
     Name(String),
 }
 
@@ -224,6 +229,10 @@ pub trait ExpertTier: Send + Sync {
 
     /// How long a request may take before it ends with [`FetchError::Deadline`].
     fn deadline(&self) -> Duration;
+
+    /// Names the arena that requests' slots come from, before the first: what can be registered
+    /// ahead is. The backend keeps the arena's memory as long as it lives itself.
+    fn use_arena(&self, _arena: &ExpertArena) {}
 
     /// Starts every request of `batch` and leaves it empty; completions go to `queue`.
     fn submit(&self, batch: &mut Vec<FetchRequest>, queue: &CompletionQueue);

@@ -4,6 +4,7 @@ use expert_tier::posix::{PosixOptions, PosixTier};
 use expert_tier::testing::contract::Harness;
 use expert_tier::testing::{FaultyTier, TestStore};
 use expert_tier::tier::ExpertTier;
+use expert_tier::uma::{UmaOptions, UmaTier};
 
 struct Local<T> {
     store: TestStore,
@@ -34,6 +35,18 @@ mod posix {
     fn make() -> Local<PosixTier> {
         let store = TestStore::mixed(1);
         Local { tier: Some(open(&store)), store }
+    }
+
+    expert_tier::contract_suite!(make);
+}
+
+mod uma {
+    use super::*;
+
+    fn make() -> Local<UmaTier> {
+        let store = TestStore::mixed(5);
+        let tier = UmaTier::open(&store.path(), &UmaOptions::default()).expect("a sound store");
+        Local { tier: Some(tier), store }
     }
 
     expert_tier::contract_suite!(make);

@@ -37,7 +37,7 @@ macro_rules! variables {
 }
 
 variables! {
-    EXPERT_BACKEND: "none, it must be given", "posix, rdma",
+    EXPERT_BACKEND: "uma", "uma, posix, rdma",
         "Where experts come from: a local store, or a peer.";
     EXPERT_STORE: "none", "directory",
         "The store of the local backends and of the peer.";

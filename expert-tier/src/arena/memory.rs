@@ -68,6 +68,11 @@ impl ArenaMemory {
         unsafe { std::slice::from_raw_parts_mut(at.as_ptr(), range.len()) }
     }
 
+    /// Where `range` starts, and how long it is, for a writer that works by address.
+    pub(super) fn start_and_room(&self, range: Range<usize>) -> (NonNull<u8>, usize) {
+        (self.start_of(&range), range.len())
+    }
+
     /// Makes what lies in `range` defined, whatever was put there through `MaybeUninit`.
     ///
     /// Safe code may store `MaybeUninit::uninit()`, or claim bytes that never arrived. For the

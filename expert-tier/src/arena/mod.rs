@@ -25,6 +25,7 @@ mod sync;
 
 use std::fmt;
 use std::mem::ManuallyDrop;
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -36,6 +37,7 @@ pub use options::{ArenaOptions, CudaUse, DEFAULT_DRAIN_WAIT, MAX_SLOTS, SlabPlan
 pub use pool::SlotCounts;
 pub use slot::{Filling, Free, Ready, Rejected, Slot, TooSmall};
 
+use crate::direct::ring::Region;
 use memory::ArenaMemory;
 use pool::{Fence, FenceState, Pool};
 
@@ -226,6 +228,14 @@ impl ExpertArena {
             numa: pages.numa(),
             device: self.device().map(|d| d.to_string()).ok_or_else(|| self.0.no_device.clone()),
         }
+    }
+}
+
+// SAFETY: every handle keeps the mapping, which never moves; a leaked arena keeps it for ever.
+unsafe impl Region for ExpertArena {
+    fn region(&self) -> (NonNull<u8>, usize) {
+        let bytes = self.0.memory.pages().len();
+        self.0.memory.start_and_room(0..bytes)
     }
 }
 

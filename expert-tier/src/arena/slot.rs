@@ -8,18 +8,19 @@
 //!
 //! `Slot<Ready>` comes into being in `finish` alone, from a check that has seen every byte, and
 //! no safe code reaches a byte once it has been checked: `spare` gives out only what comes after.
-//! There is no way to look into a `Slot<Filling>`; a device that fills slots by address, without
-//! the CPU, would be one more way to write behind what has arrived, with `advance` called from
-//! its completions, and nothing here would have to be opened up for it.
+//! There is no way to look into a `Slot<Filling>`. The kernel fills one by address while a ring
+//! owns it ([`Target`]): it writes behind what has arrived, and completions advance the check.
 //!
 //! A slot dropped in any state goes back to its pool.
 
 use std::fmt;
 use std::mem::MaybeUninit;
 use std::ops::Range;
+use std::ptr::NonNull;
 use std::sync::Arc;
 
 use super::{ArenaInner, LeaseEnd};
+use crate::direct::ring::Target;
 use crate::key::ExpertKey;
 use crate::record::{Mismatch, RecordCheck, RecordIdentity};
 use crate::residency::ExpertResidency;
@@ -161,6 +162,21 @@ impl Slot<Filling> {
     #[must_use]
     pub fn abandon(self) -> Slot<Free> {
         self.become_free()
+    }
+}
+
+// SAFETY: the pool gave this slot to this holder alone, and the mapping it is part of stays where
+// it is while the hold keeps the arena. `spare` and `advance` need the slot, which the ring has;
+// the check that `arrived` feeds reads what the kernel has finished writing, and nothing else.
+unsafe impl Target for Slot<Filling> {
+    fn memory(&self) -> (NonNull<u8>, usize) {
+        let room = self.hold.arena.slab_of(self.hold.slot).slot_bytes;
+        self.hold.arena.memory.start_and_room(self.hold.range(0, room))
+    }
+
+    /// Reads are rounded up to whole pages, so the last bytes may be the record's padding.
+    fn arrived(&mut self, bytes: usize) {
+        self.advance(bytes);
     }
 }
 
