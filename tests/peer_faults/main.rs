@@ -6,5 +6,9 @@ mod peer_support;
 
 mod bad_answers;
 mod cancelled;
+mod crowds;
+mod hostile_clients;
 mod no_peer;
+mod restarts;
 mod stalls;
+mod truncated_stores;
