@@ -9,18 +9,17 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use anyhow::Context;
+use expert_peer::cli::UsageError;
 use expert_tier::arena::{ArenaOptions, ExpertArena};
 use expert_tier::fingerprint::Fingerprint;
 use expert_tier::layout::ExpertLayout;
 use expert_tier::posix::{PosixOptions, PosixTier};
 use expert_tier::tcp::{Dialler, TcpOptions, TcpTier};
-use expert_tier::tier::{ExpertTier, TierKind};
+use expert_tier::tier::{ExpertTier, TierKind, UnknownBackend};
 use expert_tier::wire::Secret;
 use gpu_sys::env::{self, Variable};
 use gpu_sys::limits::{IpcLock, LockLimit};
 use gpu_sys::pinned::{HugePages, NumaPlacement};
-
-use crate::usage::UsageError;
 
 /// Flags shared by everything that fetches.
 #[derive(clap::Args, Debug)]
@@ -113,10 +112,18 @@ impl BackendArgs {
     }
 
     fn kind(&self) -> anyhow::Result<TierKind> {
-        let name = setting(self.backend.clone(), &env::EXPERT_BACKEND)?;
+        let variable = &env::EXPERT_BACKEND;
         let names = TierKind::ALL.map(TierKind::name).join(" or ");
         let missing = || UsageError(format!("which backend? give --expert-backend {names}"));
-        Ok(name.ok_or_else(missing)?.parse::<TierKind>()?)
+        let name = setting(self.backend.clone(), variable)?.ok_or_else(missing)?;
+        name.parse().map_err(|error| match error {
+            // A backend of this project that this build lacks is not a slip of the pen.
+            UnknownBackend::NoVerbs => error.into(),
+            UnknownBackend::Name(_) => {
+                let (flag, name) = (variable.flag(), variable.name);
+                UsageError(format!("--{flag} ({name}): {error}")).into()
+            }
+        })
     }
 
     fn deadline(&self) -> anyhow::Result<Duration> {
@@ -192,7 +199,7 @@ where
 {
     match flag {
         Some(value) => Ok(Some(value)),
-        None => Ok(variable.read().map_err(|error| UsageError(error.to_string()))?),
+        None => Ok(variable.read().map_err(UsageError::new)?),
     }
 }
 
