@@ -108,10 +108,7 @@ fn a_failed_wait_is_seen_in_the_backends_health() {
 
 #[test]
 fn a_trickle_of_record_bytes_does_not_stretch_the_deadline() {
-    trickle(|id, whole| {
-        let _ = id;
-        whole
-    });
+    trickle(|_, whole| whole);
 }
 
 #[test]

@@ -11,7 +11,9 @@ use expert_tier::tier::ExpertTier;
 use expert_tier::wire::frame::Status;
 
 use crate::peer_support::process::Peer;
-use crate::peer_support::{assert_right, fetch, fetch_batch, keys, options, small_store};
+use crate::peer_support::{
+    assert_right, fetch_batch, fetch_until_right, keys, options, small_store,
+};
 
 /// Cuts the file of `key`'s layer `offset` bytes after the start of its record.
 fn truncate(store: &TestStore, key: ExpertKey, offset: u64) {
@@ -84,15 +86,5 @@ fn a_record_that_ends_in_the_middle_names_its_key_and_spares_the_others() {
     assert!(peer.log().contains(&cut.to_string()), "{}", peer.log());
     assert!(peer.runs());
     let whole = ExpertKey::new(0, 0);
-    let fetched = expert_tier_retry(&tier, &arena, whole);
-    assert_right(&store, whole, &fetched);
-}
-
-/// The connection that the cut record ended may not be back yet.
-fn expert_tier_retry(
-    tier: &TcpTier,
-    arena: &expert_tier::arena::ExpertArena,
-    key: ExpertKey,
-) -> expert_tier::tier::Fetched {
-    crate::peer_support::wait_for("a fetch that succeeds", || fetch(tier, arena, key).ok())
+    fetch_until_right(&tier, &arena, &store, whole);
 }
