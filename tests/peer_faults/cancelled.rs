@@ -25,9 +25,10 @@ fn patient(peer: &Scripted) -> TcpOptions {
 /// A peer that tells the test of each request, and answers the first half of the record at once
 /// and the second half when the test says so; `false` breaks the connection instead.
 struct Withholding {
-    peer: Scripted,
-    asked: Receiver<ExpertKey>,
+    // Goes before the peer, whose script waits for it.
     go: Sender<bool>,
+    asked: Receiver<ExpertKey>,
+    peer: Scripted,
 }
 
 impl Withholding {
@@ -46,7 +47,7 @@ impl Withholding {
                 conn.send(second)?;
             }
         });
-        Self { peer, asked, go }
+        Self { go, asked, peer }
     }
 
     fn wait_asked(&self) -> ExpertKey {
@@ -61,24 +62,28 @@ fn a_cancelled_fetch_keeps_its_slot_until_the_completion_is_reaped() {
     let tier = TcpTier::connect(patient(&withholding.peer)).unwrap();
     let arena = small_arena(2);
     let queue = CompletionQueue::new();
-    let tickets = submit(&tier, &arena, &[KEY], &queue);
+    // The first is being received, the second is on the wire behind it.
+    let keys = [KEY, ExpertKey::new(1, 4)];
+    let tickets = submit(&tier, &arena, &keys, &queue);
     withholding.wait_asked();
-    tier.cancel(tickets[0]);
-    // The peer may still write: the slot must not be anybody's, and no completion may say so.
+    tickets.iter().for_each(|&ticket| tier.cancel(ticket));
+    // The peer may still write: the slots must not be anybody's, and no completion may say so.
     assert!(tier.poll(&queue, Duration::ZERO).is_none());
-    assert_eq!(arena.free_slots(), 1);
-    withholding.go.send(true).unwrap();
-    let completion = next(&tier, &queue);
-    assert_eq!(completion.ticket, tickets[0]);
-    assert_eq!(arena.free_slots(), 1, "the completion has the slot until it is dropped");
-    match completion.outcome {
-        Ok(fetched) => assert_right(&store, KEY, &fetched),
-        Err(failure) => {
-            assert!(matches!(*failure.error, FetchError::Cancelled { .. }), "{failure}");
-            assert!(failure.slot.is_some());
+    assert_eq!(arena.free_slots(), 0);
+    for (reaped, key) in keys.into_iter().enumerate() {
+        withholding.go.send(true).unwrap();
+        let completion = next(&tier, &queue);
+        assert_eq!(completion.ticket, tickets[reaped]);
+        assert_eq!(arena.free_slots(), reaped, "the completion has the slot until it is dropped");
+        match completion.outcome {
+            Ok(fetched) => assert_right(&store, key, &fetched),
+            Err(failure) => {
+                assert!(matches!(*failure.error, FetchError::Cancelled { .. }), "{failure}");
+                assert!(failure.slot.is_some());
+            }
         }
+        assert_eq!(arena.free_slots(), reaped + 1);
     }
-    assert_eq!(arena.free_slots(), 2);
     assert!(tier.poll(&queue, Duration::ZERO).is_none(), "one completion for one request");
     withholding.go.send(true).unwrap();
     assert_right(&store, KEY, &fetch(&tier, &arena, KEY).unwrap());
