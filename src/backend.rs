@@ -9,19 +9,18 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use anyhow::Context;
+use expert_peer::cli::UsageError;
 use expert_tier::arena::{ArenaOptions, ExpertArena};
 use expert_tier::fingerprint::Fingerprint;
 use expert_tier::layout::ExpertLayout;
 use expert_tier::posix::{PosixOptions, PosixTier};
 use expert_tier::tcp::{Dialler, TcpOptions, TcpTier};
-use expert_tier::tier::{ExpertTier, TierKind};
+use expert_tier::tier::{ExpertTier, TierKind, UnknownBackend};
 use expert_tier::uma::{UmaOptions, UmaTier};
 use expert_tier::wire::Secret;
 use gpu_sys::env::{self, Variable};
 use gpu_sys::limits::{IpcLock, LockLimit};
 use gpu_sys::pinned::{HugePages, NumaPlacement};
-
-use crate::usage::UsageError;
 
 /// Flags shared by everything that fetches.
 #[derive(clap::Args, Debug)]
@@ -127,8 +126,18 @@ impl BackendArgs {
     }
 
     fn kind(&self) -> anyhow::Result<TierKind> {
-        let name = setting(self.backend.clone(), &env::EXPERT_BACKEND)?;
-        Ok(name.as_deref().unwrap_or(TierKind::Uma.name()).parse::<TierKind>()?)
+        let variable = &env::EXPERT_BACKEND;
+        let Some(name) = setting(self.backend.clone(), variable)? else {
+            return Ok(TierKind::Uma);
+        };
+        name.parse().map_err(|error| match error {
+            // A backend of this project that this build lacks is not a slip of the pen.
+            UnknownBackend::NoVerbs => error.into(),
+            UnknownBackend::Name(_) => {
+                let (flag, name) = (variable.flag(), variable.name);
+                UsageError(format!("--{flag} ({name}): {error}")).into()
+            }
+        })
     }
 
     fn deadline(&self) -> anyhow::Result<Duration> {
@@ -204,7 +213,7 @@ where
 {
     match flag {
         Some(value) => Ok(Some(value)),
-        None => Ok(variable.read().map_err(|error| UsageError(error.to_string()))?),
+        None => Ok(variable.read().map_err(UsageError::new)?),
     }
 }
 

@@ -7,16 +7,14 @@
 mod backend;
 mod commands;
 mod output;
-mod usage;
 
 use std::io;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use expert_peer::cli::{one_line, start_logging};
+use expert_peer::cli::{exit_code, one_line, start_logging};
 
 use crate::commands::{bench, extract, fetch, inspect, pack, peer, verify};
-use crate::usage::UsageError;
 
 #[derive(Parser)]
 #[command(name = "metrale", version, about, max_term_width = 100)]
@@ -60,7 +58,7 @@ fn main() -> ExitCode {
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("metrale: {}", one_line(&error));
-            ExitCode::from(if error.is::<UsageError>() { 2 } else { 1 })
+            exit_code(&error)
         }
     }
 }

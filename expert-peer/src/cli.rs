@@ -1,13 +1,15 @@
 //! The command line of a peer: `expert-peer`, and `metrale peer run`.
 
+use std::fmt::Display;
 use std::io::{IsTerminal, Write};
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::Context;
 use clap::Args;
 use expert_tier::wire::Secret;
 use gpu_sys::env;
@@ -83,14 +85,13 @@ pub fn run(args: &RunArgs) -> anyhow::Result<()> {
 fn options(args: &RunArgs) -> anyhow::Result<PeerOptions> {
     let store = match &args.store {
         Some(store) => Some(store.clone()),
-        None => env::EXPERT_STORE.read::<PathBuf>()?,
+        None => env::EXPERT_STORE.read::<PathBuf>().map_err(UsageError::new)?,
     };
-    let Some(store) = store else {
-        bail!("no store: give --store DIR or set METRALE_EXPERT_STORE");
-    };
+    let no_store = "no store: give --store DIR or set METRALE_EXPERT_STORE";
+    let store = store.ok_or_else(|| UsageError(no_store.into()))?;
     let secret_file = match &args.secret_file {
         Some(file) => Some(file.clone()),
-        None => env::EXPERT_SECRET_FILE.read::<PathBuf>()?,
+        None => env::EXPERT_SECRET_FILE.read::<PathBuf>().map_err(UsageError::new)?,
     };
     let exposure = if args.insecure { Exposure::Insecure } else { Exposure::SecretOrLoopback };
     Ok(PeerOptions {
@@ -103,6 +104,25 @@ fn options(args: &RunArgs) -> anyhow::Result<PeerOptions> {
         drain: Duration::from_millis(args.drain_ms),
         ..PeerOptions::new(store)
     })
+}
+
+/// Wrong usage that clap cannot see: flags or variables that are missing or cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct UsageError(pub String);
+
+impl UsageError {
+    /// Wrong usage that `error` describes.
+    #[must_use]
+    pub fn new(error: impl Display) -> Self {
+        Self(error.to_string())
+    }
+}
+
+/// The exit status of a program that `error` ended: 2 for wrong usage, 1 for everything else.
+#[must_use]
+pub fn exit_code(error: &anyhow::Error) -> ExitCode {
+    ExitCode::from(if error.is::<UsageError>() { 2 } else { 1 })
 }
 
 /// Sends log lines to stderr; `METRALE_LOG` chooses which (`debug`, `warn`,

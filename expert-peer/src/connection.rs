@@ -116,7 +116,11 @@ impl Connection {
                 self.shared.refuse(&self.socket, client, Status::OtherStore, &end.to_string());
             }
             End::Io(IoError::Closed) => tracing::debug!(%client, "closed before the handshake"),
-            End::Io(_) | End::Socket(_) | End::Stalled(_) | End::Store(_) => {
+            End::Store(error) => {
+                self.count_error(Status::Unreadable);
+                tracing::error!(%client, %error, "dropped a connection within a record");
+            }
+            End::Io(_) | End::Socket(_) | End::Stalled(_) => {
                 tracing::warn!(%client, reason = %end, "dropped a connection");
             }
         }
@@ -268,8 +272,7 @@ impl Connection {
         status: Status,
         text: &str,
     ) -> Result<(), End> {
-        self.shared.tally.errors.fetch_add(1, Ordering::Relaxed);
-        counter!("metrale_peer_requests_total", "status" => status.name()).increment(1);
+        self.count_error(status);
         let text = clip(text).as_bytes();
         let answer = FrameHeader {
             frame: FrameType::Record,
@@ -279,6 +282,11 @@ impl Connection {
         };
         let frame = [&answer.encode()[..], text].concat();
         send_all(&self.socket, &frame, self.shared.options.stall)
+    }
+
+    fn count_error(&self, status: Status) {
+        self.shared.tally.errors.fetch_add(1, Ordering::Relaxed);
+        counter!("metrale_peer_requests_total", "status" => status.name()).increment(1);
     }
 
     fn send_control(&self, frame: FrameType, body: &[u8]) -> Result<(), End> {

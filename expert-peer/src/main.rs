@@ -20,7 +20,7 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("expert-peer: {}", expert_peer::cli::one_line(&error));
-            ExitCode::FAILURE
+            expert_peer::cli::exit_code(&error)
         }
     }
 }

@@ -2,7 +2,9 @@
 //!
 //! A client is everything that shares one client id; it may hold several connections. Limits:
 //! clients that have attached, connections per client, and connections that have not attached
-//! yet, so that strangers cannot crowd out clients.
+//! yet, so that strangers cannot crowd out clients. The last is
+//! `max_clients x UNATTACHED_PER_CLIENT + UNATTACHED_STRANGERS`: all clients of a peer that was
+//! restarted may come back at once.
 
 use std::collections::HashMap;
 use std::net::{Shutdown, TcpStream};
@@ -13,8 +15,11 @@ use metrics::gauge;
 
 /// Connections that one client may hold.
 const MAX_CONNECTIONS_PER_CLIENT: usize = expert_tier::tcp::MAX_STREAMS as usize;
-/// Connections that may be there without having attached: handshakes and status requests.
-const MAX_UNATTACHED: usize = 64;
+/// Connections of each client allowed that may be shaking hands at once: its streams, by default.
+const UNATTACHED_PER_CLIENT: usize = 2;
+/// Connections besides those that may be there without having attached: status requests, and
+/// whoever else knocks.
+const UNATTACHED_STRANGERS: usize = 64;
 
 /// Names a connection while it is registered.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -68,7 +73,7 @@ impl Registry {
         let mut state = self.lock();
         let attached: usize = state.clients.values().sum();
         let unattached = state.connections.len() - attached;
-        if unattached >= MAX_UNATTACHED {
+        if unattached >= self.max_unattached() {
             return Err(Full::Unattached(unattached));
         }
         let id = ConnectionId(state.next);
@@ -76,6 +81,10 @@ impl Registry {
         state.connections.insert(id, Entry { socket, client: None });
         state.publish();
         Ok(Place { registry: Arc::clone(self), id })
+    }
+
+    fn max_unattached(&self) -> usize {
+        self.max_clients * UNATTACHED_PER_CLIENT + UNATTACHED_STRANGERS
     }
 
     /// Clients attached and connections open.
@@ -190,9 +199,9 @@ mod tests {
         let registry = Registry::new(1);
         let client = registry.enter(socket()).unwrap();
         client.attach([1; 16]).unwrap();
-        let strangers: Vec<_> =
-            (0..MAX_UNATTACHED).map(|_| registry.enter(socket()).unwrap()).collect();
-        assert_eq!(registry.enter(socket()).err(), Some(Full::Unattached(MAX_UNATTACHED)));
+        let most = registry.max_unattached();
+        let strangers: Vec<_> = (0..most).map(|_| registry.enter(socket()).unwrap()).collect();
+        assert_eq!(registry.enter(socket()).err(), Some(Full::Unattached(most)));
         drop(strangers);
         assert!(registry.enter(socket()).is_ok());
     }

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use expert_peer::StatusReport;
+use expert_peer::cli::UsageError;
 use expert_tier::key::ExpertKey;
 use expert_tier::tier::{CompletionQueue, FetchRequest};
 use hdrhistogram::Histogram;
@@ -12,7 +13,6 @@ use serde::Serialize;
 
 use crate::backend::{Backend, BackendArgs};
 use crate::output;
-use crate::usage::UsageError;
 
 #[derive(clap::Args, Debug)]
 pub(crate) struct Args {

@@ -140,6 +140,10 @@ fn fetch_many(
             next = keys.next();
         }
         due += batch.len();
+        if due == 0 && next.is_none() {
+            // The last keys were none of the store's.
+            break;
+        }
         backend.tier.submit(&mut batch, &queue);
         let Some(completion) = backend.tier.poll(&queue, WAIT) else {
             // Every request has its own deadline; with none in flight no slot will come free.

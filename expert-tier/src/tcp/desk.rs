@@ -10,52 +10,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::call::{Call, Pending};
 use super::dial::Dialler;
 use super::{MAX_DEPTH, TcpOptions};
 use crate::account::Accounts;
 use crate::arena::{Free, Slot};
 use crate::error::{FetchError, FetchFailure};
-use crate::key::ExpertKey;
-use crate::record::RecordIdentity;
 use crate::store::manifest::Manifest;
-use crate::tier::{Completion, CompletionQueue, Fetched, Source, Ticket, TierKind};
+use crate::tier::{Completion, Fetched, Source, Ticket, TierKind};
 use crate::wire::frame::{FrameHeader, FrameType, HEADER_BYTES, Status};
 use crate::wire::message::{FETCH_BYTES, encode_fetch};
-
-/// One request, apart from its slot.
-pub(super) struct Call {
-    pub(super) ticket: Ticket,
-    pub(super) identity: RecordIdentity,
-    queue: CompletionQueue,
-    submitted: Instant,
-    sent: Instant,
-    attempts: u32,
-    cancelled: bool,
-    /// Names the request on the wire; another for each time it is sent.
-    pub(super) wire_id: u64,
-}
-
-impl Call {
-    pub(super) fn new(
-        ticket: Ticket,
-        identity: RecordIdentity,
-        queue: CompletionQueue,
-        submitted: Instant,
-    ) -> Self {
-        let (sent, attempts, cancelled, wire_id) = (submitted, 0, false, 0);
-        Self { ticket, identity, queue, submitted, sent, attempts, cancelled, wire_id }
-    }
-
-    pub(super) fn key(&self) -> ExpertKey {
-        self.identity.key
-    }
-}
-
-/// A request with its slot, waiting or in flight.
-pub(super) struct Pending {
-    pub(super) call: Call,
-    pub(super) slot: Slot<Free>,
-}
 
 /// How a link ended.
 pub(super) enum LinkEnd {
@@ -67,12 +31,28 @@ pub(super) enum LinkEnd {
     Broken(String),
 }
 
+/// Whether a peer that says it drains has said so before.
+pub(super) enum DrainSaid {
+    Now,
+    Before,
+}
+
+/// The request whose answer a stream's thread is receiving.
+struct Arriving {
+    ticket: Ticket,
+    cancelled: bool,
+}
+
 /// One stream's place at the desk.
 struct Link {
     /// Where requests are sent; `None` while disconnected.
     socket: Option<Arc<TcpStream>>,
     /// Sent and not yet answered, in the order of sending.
     flying: VecDeque<Pending>,
+    /// Out of `flying` while its answer comes in.
+    arriving: Option<Arriving>,
+    /// The first of `flying` is back from being received: the link broke within its answer.
+    cut_short: bool,
     /// Bytes of the answers due on this link.
     due_bytes: u64,
     /// Since when the first of `flying` has been the next one due.
@@ -86,6 +66,8 @@ struct State {
     links: Vec<Link>,
     /// Since when no link has been up.
     down_since: Option<Instant>,
+    /// When a whole answer last came, on any link.
+    last_answer: Instant,
     /// Why the last link ended.
     last_end: String,
     next_wire_id: u64,
@@ -115,6 +97,8 @@ impl Desk {
         let link = || Link {
             socket: None,
             flying: VecDeque::new(),
+            arriving: None,
+            cut_short: false,
             due_bytes: 0,
             head_since: Instant::now(),
             draining: false,
@@ -124,6 +108,7 @@ impl Desk {
             links: (0..streams).map(|_| link()).collect(),
             // The first connection has been made by whoever makes a desk.
             down_since: None,
+            last_answer: Instant::now(),
             last_end: String::new(),
             next_wire_id: 1,
             closing: false,
@@ -173,9 +158,13 @@ impl Desk {
         let at = state.waiting.iter().position(|p| p.call.ticket == ticket);
         let waiting = at.and_then(|at| state.waiting.remove(at));
         if waiting.is_none() {
-            let mut flying = state.links.iter_mut().flat_map(|link| &mut link.flying);
-            if let Some(pending) = flying.find(|p| p.call.ticket == ticket) {
-                pending.call.cancelled = true;
+            for link in &mut state.links {
+                for pending in link.flying.iter_mut().filter(|p| p.call.ticket == ticket) {
+                    pending.call.cancelled = true;
+                }
+                for arriving in link.arriving.iter_mut().filter(|a| a.ticket == ticket) {
+                    arriving.cancelled = true;
+                }
             }
         }
         drop(state);
@@ -217,27 +206,12 @@ impl Desk {
             }
             LinkEnd::Broken(reason) => reason.clone(),
         };
-        let mut ended = Vec::new();
         let mut state = self.lock();
-        let link = &mut state.links[index];
-        if let Some(socket) = link.socket.take() {
-            shut(&socket);
-        }
-        link.due_bytes = 0;
-        let flying = std::mem::take(&mut link.flying);
-        for pending in flying.into_iter().rev() {
-            let waited = pending.call.sent.elapsed();
-            let late = matches!(end, LinkEnd::Stalled) && waited >= self.options.deadline;
-            if late || !self.may_retry(&pending.call) {
-                ended.push((pending, late.then_some(waited)));
-            } else {
-                state.waiting.push_front(pending);
-            }
-        }
+        let ended = state.take_down(index, end, &self.options);
         state.last_end.clone_from(&reason);
         self.note_down(&mut state, &reason);
         drop(state);
-        for (pending, stalled) in ended.into_iter().rev() {
+        for (pending, stalled) in ended {
             self.give_up(pending, stalled, &reason);
         }
         self.dispatch();
@@ -291,22 +265,43 @@ impl Desk {
         let pending = link.flying.pop_front()?;
         let bytes = pending.call.identity.record_bytes();
         link.due_bytes = link.due_bytes.saturating_sub(bytes);
+        link.arriving = Some(Arriving { ticket: pending.call.ticket, cancelled: false });
         Some(pending)
+    }
+
+    /// The answer that was arriving on link `index` has come or broken off: `call` learns whether
+    /// it was cancelled meanwhile.
+    pub(super) fn landed(&self, index: usize, call: &mut Call) {
+        let arriving = self.lock().links[index].arriving.take();
+        call.cancelled |= arriving.is_some_and(|arriving| arriving.cancelled);
+    }
+
+    /// The answer to `pending` broke off, and link `index` is about to end: it decides what
+    /// becomes of the request, as of all the others.
+    pub(super) fn put_back(&self, index: usize, mut pending: Pending) {
+        self.landed(index, &mut pending.call);
+        let mut state = self.lock();
+        let link = &mut state.links[index];
+        link.flying.push_front(pending);
+        link.cut_short = true;
     }
 
     /// The answer is whole: the next request on link `index` is due, and there is room for one.
     pub(super) fn next_due(&self, index: usize) {
-        self.lock().links[index].head_since = Instant::now();
+        let now = Instant::now();
+        let mut state = self.lock();
+        state.last_answer = now;
+        state.links[index].head_since = now;
+        state.links[index].arriving = None;
+        drop(state);
         self.dispatch();
     }
 
-    /// Whether the record due on link `index` is overdue; `receiving` says that its answer has
-    /// begun.
-    pub(super) fn overdue(&self, index: usize, receiving: bool) -> bool {
+    /// Whether the next answer on link `index` is overdue.
+    pub(super) fn overdue(&self, index: usize) -> bool {
         let state = self.lock();
         let link = &state.links[index];
-        let due = receiving || !link.flying.is_empty();
-        due && link.head_since.elapsed() >= self.options.deadline
+        !link.flying.is_empty() && link.head_since.elapsed() >= self.options.deadline
     }
 
     /// When the record due on link `index` became due.
@@ -315,9 +310,12 @@ impl Desk {
     }
 
     /// The peer shuts down: link `index` takes no more requests.
-    pub(super) fn drain(&self, index: usize) {
-        self.lock().links[index].draining = true;
+    pub(super) fn drain(&self, index: usize) -> DrainSaid {
+        if std::mem::replace(&mut self.lock().links[index].draining, true) {
+            return DrainSaid::Before;
+        }
         tracing::info!(peer = %self.options.peer, stream = index, "the peer is shutting down");
+        DrainSaid::Now
     }
 
     /// Whether the peer shuts down and has answered everything on link `index`.
@@ -327,19 +325,14 @@ impl Desk {
         link.draining && link.flying.is_empty()
     }
 
-    /// Puts a request whose answer was cut short or wrong back in line, or ends it.
-    pub(super) fn retry(&self, pending: Pending, stalled: bool, reason: &str) {
-        let waited = pending.call.sent.elapsed();
-        if stalled || !self.may_retry(&pending.call) {
-            self.give_up(pending, stalled.then_some(waited), reason);
-        } else {
-            self.lock().waiting.push_front(pending);
-        }
+    /// Puts a request whose answer was wrong back in line.
+    pub(super) fn retry(&self, pending: Pending) {
+        self.lock().waiting.push_front(pending);
     }
 
     /// Whether `call` may be sent once more.
     pub(super) fn may_retry(&self, call: &Call) -> bool {
-        call.attempts < self.options.attempts && !call.cancelled
+        call.may_retry(&self.options)
     }
 
     /// Hands a record to its caller.
@@ -446,6 +439,56 @@ impl State {
             shut(socket);
             link.draining = true;
         }
+    }
+
+    /// Empties link `index`: its requests wait again, but for those that have had their turns or
+    /// their time, which are returned, the latter with how long they waited.
+    fn take_down(
+        &mut self,
+        index: usize,
+        end: &LinkEnd,
+        options: &TcpOptions,
+    ) -> Vec<(Pending, Option<Duration>)> {
+        let link = &mut self.links[index];
+        if let Some(socket) = link.socket.take() {
+            shut(&socket);
+        }
+        link.due_bytes = 0;
+        link.arriving = None;
+        let mut flying = std::mem::take(&mut link.flying);
+        if std::mem::take(&mut link.cut_short) {
+            // A record that the peer cannot finish breaks every link that asks for it: behind its
+            // neighbours it costs them no more of their attempts.
+            flying.rotate_left(1);
+        }
+        let stalled = matches!(end, LinkEnd::Stalled);
+        let closing = matches!(end, LinkEnd::Closing);
+        let mut ended = Vec::new();
+        let mut again = Vec::new();
+        for pending in flying {
+            let waited = pending.call.sent.elapsed();
+            let late = stalled && waited >= options.deadline;
+            if late || !(closing || pending.call.may_retry(options)) {
+                ended.push((pending, late.then_some(waited)));
+            } else {
+                again.push(pending);
+            }
+        }
+        again.into_iter().rev().for_each(|pending| self.waiting.push_front(pending));
+        // With no answer on any link for a deadline, the peer has stalled and not this link
+        // alone: what has waited behind the pipelines for as long must not wait for it again.
+        if stalled && self.last_answer.elapsed() >= options.deadline {
+            let waiting = std::mem::take(&mut self.waiting);
+            for pending in waiting {
+                let waited = pending.call.submitted.elapsed();
+                if waited >= options.deadline {
+                    ended.push((pending, Some(waited)));
+                } else {
+                    self.waiting.push_back(pending);
+                }
+            }
+        }
+        ended
     }
 
     /// Takes out what has waited too long for a link, with the reason.

@@ -63,7 +63,7 @@ pub struct Dialler {
     pub peer: String,
     /// The shared secret, if there is one.
     pub secret: Option<Secret>,
-    /// Bound of the whole: connect and handshake.
+    /// Bound of the whole: connect, handshake and, where that is what is asked for, status.
     pub connect: Duration,
     /// Identifies this client on all its connections.
     pub client_id: [u8; 16],
@@ -111,14 +111,15 @@ impl Dialler {
     /// # Errors
     /// The peer cannot be reached, or answers with something else.
     pub fn status(&self) -> Result<String, DialError> {
+        let start = Instant::now();
         let (mut socket, _) = self.dial(Goal::Status)?;
+        let left = || self.connect.saturating_sub(start.elapsed());
         let io = |source| DialError::Io { peer: self.peer.clone(), source };
         let request = encode_frame(FrameType::StatusRequest, Status::Ok, &[]);
-        write_all(&mut socket, &request, self.connect).map_err(io)?;
+        write_all(&mut socket, &request, left()).map_err(io)?;
         let bad = || DialError::BadStatus { peer: self.peer.clone() };
         loop {
-            let (header, body) =
-                read_frame(&mut socket, MAX_STATUS_BYTES, self.connect).map_err(io)?;
+            let (header, body) = read_frame(&mut socket, MAX_STATUS_BYTES, left()).map_err(io)?;
             match header.frame {
                 FrameType::StatusReport => return String::from_utf8(body).map_err(|_| bad()),
                 // A draining peer says so to every connection; it still answers.

@@ -7,16 +7,19 @@
 //!
 //! Bounds, all of them settings:
 //! * A request fails with `Deadline` when it heads its stream for longer than `deadline`; every
-//!   request sent before that span began fails with it, so a stalled peer costs one deadline
+//!   request sent before that span began fails with it. Where no stream has had an answer for as
+//!   long, so does every request that waits behind them: a stalled peer costs one deadline
 //!   however many requests it holds.
 //! * Requests wait for a connection at most `deadline` after the last stream was lost. Once a
 //!   peer has been gone for longer, requests fail at once, until a stream is back.
-//! * A request is sent at most `attempts` times.
+//! * A request is sent at most `attempts` times. One whose answer breaks off is sent again behind
+//!   those that shared its stream, so that a record which the peer cannot finish fails alone.
 //! * Connecting and shaking hands take at most `connect` together.
 //!
 //! A slot being filled belongs to the thread that receives into it. The socket is the only way
 //! for bytes to get there, so once that thread has stopped reading, nothing else can write.
 
+mod call;
 mod desk;
 mod dial;
 mod stream;
@@ -33,7 +36,8 @@ use crate::store::manifest::Manifest;
 use crate::tier::{Completion, CompletionQueue, ExpertTier, FetchRequest, Ticket, TierKind};
 use crate::wire::Secret;
 use crate::wire::handshake::Goal;
-use desk::{Call, Desk, Pending};
+use call::{Call, Pending};
+use desk::Desk;
 pub use dial::{DialError, Dialler};
 
 /// Most streams to one peer; the peer counts them too.

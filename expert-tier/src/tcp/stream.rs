@@ -10,7 +10,8 @@ use rustix::io::Errno;
 use rustix::net::RecvFlags;
 
 use super::TICK;
-use super::desk::{Call, Desk, LinkEnd, Pending};
+use super::call::{Call, Pending};
+use super::desk::{Desk, DrainSaid, LinkEnd};
 use crate::arena::{Filling, Free, Slot};
 use crate::error::FetchError;
 use crate::record::Mismatch;
@@ -93,7 +94,7 @@ impl Receiver<'_> {
     /// Receives one frame from the peer.
     fn answer(&self) -> Result<(), LinkEnd> {
         let mut bytes = [0; HEADER_BYTES];
-        self.fill(&mut bytes)?;
+        self.fill(&mut bytes, None)?;
         let header = FrameHeader::decode(&bytes).map_err(broken)?;
         match header.frame {
             FrameType::Record => {
@@ -105,12 +106,13 @@ impl Receiver<'_> {
                 self.desk.next_due(self.index);
                 Ok(())
             }
-            FrameType::Drain => {
-                self.desk.drain(self.index);
-                Ok(())
-            }
+            FrameType::Drain => match self.desk.drain(self.index) {
+                DrainSaid::Now => Ok(()),
+                // Frames without end must not pass for a peer that is about to answer.
+                DrainSaid::Before => Err(LinkEnd::Broken("a second Drain frame".into())),
+            },
             FrameType::Refusal => {
-                let text = self.text(header.body_bytes)?;
+                let text = self.text(header.body_bytes, Instant::now())?;
                 let status = header.status.name();
                 Err(LinkEnd::Broken(format!("the peer closed ({status}): {text}")))
             }
@@ -118,7 +120,8 @@ impl Receiver<'_> {
         }
     }
 
-    /// Receives the answer to `pending`: a record, or a status with a text.
+    /// Receives the answer to `pending`: a record, or a status with a text. Where the link ends
+    /// before the answer does, the request is back at the desk.
     fn record(&self, header: &FrameHeader, pending: Pending) -> Result<(), LinkEnd> {
         if header.status != Status::Ok {
             return self.refused(header, pending);
@@ -126,12 +129,9 @@ impl Receiver<'_> {
         let Pending { call, slot } = pending;
         let expected = call.identity.record_bytes();
         if header.body_bytes != expected {
-            let reason = format!(
-                "{} announced with {} bytes, it has {expected}",
-                call.key(),
-                header.body_bytes
-            );
-            self.desk.retry(Pending { call, slot }, false, &reason);
+            let (key, found) = (call.key(), header.body_bytes);
+            let reason = format!("{key} announced with {found} bytes, it has {expected}");
+            self.desk.put_back(self.index, Pending { call, slot });
             return Err(LinkEnd::Broken(reason));
         }
         let mut slot = match slot.begin(call.identity) {
@@ -145,16 +145,19 @@ impl Receiver<'_> {
                 return Err(LinkEnd::Broken(format!("no slot for {key}")));
             }
         };
-        if let Err(end) = self.fill_slot(&mut slot) {
-            let reason = match &end {
-                LinkEnd::Broken(reason) => format!("in the middle of {}: {reason}", call.key()),
-                LinkEnd::Stalled | LinkEnd::Closing => String::new(),
-            };
-            let slot = slot.abandon();
-            self.desk.retry(Pending { call, slot }, matches!(end, LinkEnd::Stalled), &reason);
-            return Err(end);
+        match self.fill_slot(&mut slot) {
+            Ok(()) => self.judge(call, slot),
+            Err(end) => {
+                let key = call.key();
+                self.desk.put_back(self.index, Pending { call, slot: slot.abandon() });
+                return Err(match end {
+                    LinkEnd::Broken(reason) => {
+                        LinkEnd::Broken(format!("in the middle of {key}: {reason}"))
+                    }
+                    LinkEnd::Stalled | LinkEnd::Closing => end,
+                });
+            }
         }
-        self.judge(call, slot);
         Ok(())
     }
 
@@ -169,30 +172,35 @@ impl Receiver<'_> {
         }
     }
 
-    fn reject(&self, call: Call, slot: Slot<Free>, mismatch: Mismatch) {
+    fn reject(&self, mut call: Call, slot: Slot<Free>, mismatch: Mismatch) {
         let (key, backend) = (call.key(), TierKind::Rdma);
         self.desk.accounts.mismatched();
         tracing::warn!(%key, %mismatch, peer = %self.desk.options.peer, "a record was rejected");
+        self.desk.landed(self.index, &mut call);
         if self.desk.may_retry(&call) {
-            self.desk.retry(Pending { call, slot }, false, "");
+            self.desk.retry(Pending { call, slot });
             return;
         }
         let origin = self.desk.options.peer.clone();
-        let error = FetchError::Mismatch { key, backend, origin, mismatch };
+        let error = if call.cancelled {
+            FetchError::Cancelled { key }
+        } else {
+            FetchError::Mismatch { key, backend, origin, mismatch }
+        };
         self.desk.fail(call, error, Some(slot));
     }
 
     fn refused(&self, header: &FrameHeader, pending: Pending) -> Result<(), LinkEnd> {
-        let text = match self.text(header.body_bytes) {
+        let text = match self.text(header.body_bytes, self.desk.head_since(self.index)) {
             Ok(text) => text,
             Err(end) => {
-                self.desk.retry(pending, matches!(end, LinkEnd::Stalled), "cut short");
+                self.desk.put_back(self.index, pending);
                 return Err(end);
             }
         };
         let status = header.status;
         if matches!(status, Status::Draining | Status::Busy) && self.desk.may_retry(&pending.call) {
-            self.desk.retry(pending, false, &text);
+            self.desk.put_back(self.index, pending);
             return Err(LinkEnd::Broken(text));
         }
         let Pending { call, slot } = pending;
@@ -201,62 +209,72 @@ impl Receiver<'_> {
         Ok(())
     }
 
-    fn text(&self, body_bytes: u64) -> Result<String, LinkEnd> {
+    fn text(&self, body_bytes: u64, since: Instant) -> Result<String, LinkEnd> {
         let mut bytes = vec![0; usize::try_from(body_bytes.min(MAX_TEXT_BYTES)).unwrap_or(0)];
-        self.fill(&mut bytes)?;
+        self.fill(&mut bytes, Some(since))?;
         let text = String::from_utf8_lossy(&bytes);
         Ok(text.chars().filter(|c| !c.is_control()).collect())
     }
 
+    /// Receives a record; all of it must have come a deadline after it became due.
     fn fill_slot(&self, slot: &mut Slot<Filling>) -> Result<(), LinkEnd> {
-        let deadline = self.desk.options.deadline;
         let since = self.desk.head_since(self.index);
         while slot.remaining() > 0 {
             let spare = slot.spare();
             let piece = spare.len().min(PIECE_BYTES);
             let received = rustix::net::recv(self.socket, &mut spare[..piece], RecvFlags::WAITALL);
             match received.map(|(filled, _)| filled.0.len()) {
-                Ok(0) => return Err(closed()),
+                Ok(0) => return Err(self.closed()),
                 Ok(count) => slot.advance(count),
-                Err(error) => self.judge_errno(error, true)?,
+                Err(error) => self.judge_errno(error)?,
             }
-            if slot.remaining() > 0 && since.elapsed() >= deadline {
+            if slot.remaining() > 0 && since.elapsed() >= self.desk.options.deadline {
                 return Err(LinkEnd::Stalled);
             }
         }
         Ok(())
     }
 
-    fn fill(&self, out: &mut [u8]) -> Result<(), LinkEnd> {
+    /// Fills `out`, within a deadline from `since`; without one, for as long as nothing is
+    /// overdue. Bytes that trickle in are held to the same bound as none.
+    fn fill(&self, out: &mut [u8], since: Option<Instant>) -> Result<(), LinkEnd> {
         let mut done = 0;
         while done < out.len() {
             match rustix::net::recv(self.socket, &mut out[done..], RecvFlags::empty()) {
-                Ok((0, _)) => return Err(closed()),
+                Ok((0, _)) => return Err(self.closed()),
                 Ok((count, _)) => done += count,
-                Err(error) => self.judge_errno(error, false)?,
+                Err(error) => self.judge_errno(error)?,
+            }
+            let late = || match since {
+                Some(since) => since.elapsed() >= self.desk.options.deadline,
+                None => self.desk.overdue(self.index),
+            };
+            if done < out.len() && late() {
+                return Err(LinkEnd::Stalled);
             }
         }
         Ok(())
     }
 
     /// `Ok` where receiving goes on: the receive timeout is only an occasion to look around.
-    fn judge_errno(&self, error: Errno, receiving: bool) -> Result<(), LinkEnd> {
-        if !matches!(error, Errno::AGAIN | Errno::INTR) {
-            return Err(LinkEnd::Broken(format!("the connection failed: {error}")));
-        }
+    fn judge_errno(&self, error: Errno) -> Result<(), LinkEnd> {
         if self.desk.closing() {
             return Err(LinkEnd::Closing);
         }
-        self.desk.expire();
-        if self.desk.overdue(self.index, receiving) {
-            return Err(LinkEnd::Stalled);
+        if !matches!(error, Errno::AGAIN | Errno::INTR) {
+            return Err(LinkEnd::Broken(format!("the connection failed: {error}")));
         }
+        self.desk.expire();
         Ok(())
     }
-}
 
-fn closed() -> LinkEnd {
-    LinkEnd::Broken("the peer closed the connection".into())
+    /// The connection has ended: by our own doing where the backend is being closed.
+    fn closed(&self) -> LinkEnd {
+        if self.desk.closing() {
+            return LinkEnd::Closing;
+        }
+        LinkEnd::Broken("the peer closed the connection".into())
+    }
 }
 
 fn broken(error: impl std::fmt::Display) -> LinkEnd {

@@ -209,6 +209,10 @@ impl ClientHandshake {
             let text = text.chars().filter(|c| !c.is_control()).collect();
             return Err(HandshakeError::Refused { status: header.status, text });
         }
+        if header.frame == FrameType::Drain {
+            let (status, text) = (Status::Draining, "it is shutting down".into());
+            return Err(HandshakeError::Refused { status, text });
+        }
         match &self.state {
             ClientState::ServerHello => {
                 expect(header, FrameType::ServerHello, "ServerHello")?;

@@ -151,6 +151,14 @@ fn a_refusal_reaches_the_caller_with_its_text() {
 }
 
 #[test]
+fn a_peer_that_drains_during_the_handshake_is_said_to() {
+    let (mut client, _) = ClientHandshake::start(Goal::Status, None, [0; 16], [0; 32]);
+    let drain = FrameHeader::control(FrameType::Drain, 0);
+    let error = client.on_frame(&drain, &[]).unwrap_err().to_string();
+    assert_eq!(error, "the peer refused (draining): it is shutting down");
+}
+
+#[test]
 fn a_frame_out_of_turn_is_an_error_in_every_state() {
     for frame in [FrameType::Record, FrameType::Attached, FrameType::Drain, FrameType::Welcome] {
         let header = FrameHeader::control(frame, 0);

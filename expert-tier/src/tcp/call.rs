@@ -1,0 +1,49 @@
+//! One request on its way through the backend.
+
+use std::time::Instant;
+
+use super::TcpOptions;
+use crate::arena::{Free, Slot};
+use crate::key::ExpertKey;
+use crate::record::RecordIdentity;
+use crate::tier::{CompletionQueue, Ticket};
+
+/// One request, apart from its slot.
+pub(super) struct Call {
+    pub(super) ticket: Ticket,
+    pub(super) identity: RecordIdentity,
+    pub(super) queue: CompletionQueue,
+    pub(super) submitted: Instant,
+    pub(super) sent: Instant,
+    pub(super) attempts: u32,
+    pub(super) cancelled: bool,
+    /// Names the request on the wire; another for each time it is sent.
+    pub(super) wire_id: u64,
+}
+
+impl Call {
+    pub(super) fn new(
+        ticket: Ticket,
+        identity: RecordIdentity,
+        queue: CompletionQueue,
+        submitted: Instant,
+    ) -> Self {
+        let (sent, attempts, cancelled, wire_id) = (submitted, 0, false, 0);
+        Self { ticket, identity, queue, submitted, sent, attempts, cancelled, wire_id }
+    }
+
+    pub(super) fn key(&self) -> ExpertKey {
+        self.identity.key
+    }
+
+    /// Whether it may be sent once more.
+    pub(super) fn may_retry(&self, options: &TcpOptions) -> bool {
+        self.attempts < options.attempts && !self.cancelled
+    }
+}
+
+/// A request with its slot, waiting or in flight.
+pub(super) struct Pending {
+    pub(super) call: Call,
+    pub(super) slot: Slot<Free>,
+}

@@ -1,0 +1,217 @@
+//! `metrale peer` as people and scripts use it.
+
+mod peer_support;
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::Path;
+use std::process::{Command, Output};
+
+use expert_tier::testing::TestStore;
+use serde_json::Value;
+
+use peer_support::process::{Peer, metrale, run};
+use peer_support::{BOUND, small_store, wait_for, wait_until};
+
+fn peer_run(store: &Path) -> Command {
+    let mut command = metrale();
+    command.args(["peer", "run", "--store"]).arg(store);
+    command
+}
+
+/// The error of a command that must end with `code` and print nothing.
+fn fails(command: &mut Command, code: i32) -> String {
+    let output = command.output().expect("metrale starts");
+    assert_eq!(output.status.code(), Some(code), "{output:?}");
+    assert!(output.stdout.is_empty(), "{output:?}");
+    let text = String::from_utf8(output.stderr).expect("messages are UTF-8");
+    text.lines().last().unwrap_or_default().to_owned()
+}
+
+fn secret_file(store: &TestStore, text: &str) -> String {
+    let path = store.scratch().join(format!("secret-{}", text.len()));
+    std::fs::write(&path, text).unwrap();
+    path.to_str().unwrap().to_owned()
+}
+
+#[test]
+fn listening_beyond_loopback_takes_a_secret_or_the_word_of_the_operator() {
+    let store = small_store(111);
+    for listen in ["0.0.0.0:0", "[::]:0", "192.0.2.1:9909"] {
+        let error = fails(peer_run(&store.path()).args(["--listen", listen]), 1);
+        assert!(error.contains("--secret-file") && error.contains("--insecure"), "{error}");
+    }
+    // The later --listen wins over the guard's own.
+    let secret = secret_file(&store, "a secret of this test");
+    for args in [["--insecure", "--drain-ms=100"], ["--secret-file", &secret]] {
+        let address = serve_on(&store, "0.0.0.0:0", &args);
+        assert!(address.starts_with("0.0.0.0:"), "{address}");
+    }
+}
+
+/// Starts a peer on `listen`, and returns the address that it says; ends it.
+fn serve_on(store: &TestStore, listen: &str, args: &[&str]) -> String {
+    use std::io::{BufRead, BufReader};
+    let mut child = peer_run(&store.path())
+        .args(["--listen", listen])
+        .args(args)
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .expect("metrale starts");
+    let mut line = String::new();
+    // It prints its one line or ends; either ends the wait.
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    child.kill().unwrap();
+    child.wait().unwrap();
+    line.trim_end().strip_prefix("listening on ").unwrap_or_default().to_owned()
+}
+
+#[test]
+fn a_peer_that_cannot_start_says_why() {
+    let store = small_store(112);
+    let error = fails(peer_run(&store.path()).args(["--listen", "nowhere"]), 2);
+    assert!(!error.is_empty());
+    let error = fails(peer_run(&store.path()).args(["--max-clients", "0"]), 2);
+    assert!(!error.is_empty());
+
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap().to_string();
+    let error = fails(peer_run(&store.path()).args(["--listen", &address]), 1);
+    assert!(error.contains("cannot listen on") && error.contains(&address), "{error}");
+    let metrics = ["--listen", "127.0.0.1:0", "--metrics-listen", &address];
+    let error = fails(peer_run(&store.path()).args(metrics), 1);
+    assert!(error.contains("cannot serve metrics on") && error.contains(&address), "{error}");
+
+    let error = fails(metrale().args(["peer", "run"]), 2);
+    assert!(error.contains("--store") && error.contains("METRALE_EXPERT_STORE"), "{error}");
+    let empty = metrale().args(["peer", "run"]).env("METRALE_EXPERT_STORE", "").output().unwrap();
+    assert_eq!(empty.status.code(), Some(2));
+    let absent = store.scratch().join("absent");
+    let error = fails(&mut peer_run(&absent), 1);
+    assert!(error.contains("absent/manifest.json"), "{error}");
+
+    let short = secret_file(&store, "short");
+    let error = fails(peer_run(&store.path()).args(["--secret-file", &short]), 1);
+    assert!(error.contains("16 to 4096 bytes"), "{error}");
+    let error = fails(peer_run(&store.path()).env("METRALE_EXPERT_SECRET_FILE", &short), 1);
+    assert!(error.contains("16 to 4096 bytes"), "{error}");
+}
+
+#[test]
+fn a_store_that_was_cut_is_not_published() {
+    let store = small_store(113);
+    let file = store.path().join("layer-00001.records");
+    let length = file.metadata().unwrap().len();
+    std::fs::OpenOptions::new().write(true).open(&file).unwrap().set_len(length - 1).unwrap();
+    let error = fails(&mut peer_run(&store.path()), 1);
+    assert!(error.contains("layer-00001.records"), "{error}");
+    assert!(error.contains(&length.to_string()), "{error}");
+}
+
+fn succeed(output: &Output) -> String {
+    assert!(output.status.success(), "{output:?}");
+    String::from_utf8(output.stdout.clone()).expect("results are UTF-8")
+}
+
+#[test]
+fn the_status_of_a_peer_has_the_documented_fields() {
+    let store = small_store(114);
+    let secret = secret_file(&store, "another secret of this test");
+    let peer = Peer::start(&store.path(), &["--secret-file", &secret, "--max-clients", "7"]);
+    let address = peer.address();
+    let fetch = ["fetch", "--all", "--expert-backend", "rdma", "--peer", &address];
+    succeed(&run(&[&fetch[..], &["--secret-file", &secret]].concat()));
+    let status = ["peer", "status", &address, "--secret-file", &secret];
+    let json = succeed(&run(&[&status[..], &["--json"]].concat()));
+    assert_eq!(json.lines().count(), 1, "{json}");
+    let report: Value = serde_json::from_str(&json).expect("one JSON object");
+    let mut fields: Vec<_> = report.as_object().unwrap().keys().map(String::as_str).collect();
+    fields.sort_unstable();
+    let documented = [
+        "bytes",
+        "clients",
+        "connections",
+        "cpu_s",
+        "draining",
+        "errors",
+        "fingerprint",
+        "layers",
+        "max_clients",
+        "model",
+        "records",
+        "refused",
+        "rss_bytes",
+        "served",
+        "uptime_s",
+        "version",
+    ];
+    assert_eq!(fields, documented);
+    let fingerprint = store.open().manifest().fingerprint().to_string();
+    assert_eq!(report["fingerprint"], fingerprint);
+    assert_eq!((&report["served"], &report["errors"]), (&16.into(), &0.into()));
+    assert_eq!((&report["layers"], &report["records"]), (&2.into(), &16.into()));
+    assert_eq!((&report["max_clients"], &report["draining"]), (&7.into(), &false.into()));
+    assert!(report["rss_bytes"].as_u64().unwrap() > 1 << 20);
+
+    let text = succeed(&run(&status));
+    assert!(text.contains(&fingerprint) && text.contains("16 served"), "{text}");
+
+    // Without the secret nothing is said, and an address where nobody listens is no peer.
+    let output = run(&["peer", "status", &address]);
+    assert_eq!(output.status.code(), Some(1));
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(said.contains("the peer wants a secret") && !said.contains(&fingerprint), "{said}");
+    let output = run(&["peer", "status", "127.0.0.1:1"]);
+    assert_eq!(output.status.code(), Some(1));
+}
+
+/// `GET /metrics`, once the exporter answers.
+fn scrape(address: &str) -> String {
+    wait_for("an answer at /metrics", || {
+        let mut socket = TcpStream::connect(address).ok()?;
+        socket.set_read_timeout(Some(BOUND)).ok()?;
+        let request =
+            format!("GET /metrics HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n");
+        socket.write_all(request.as_bytes()).ok()?;
+        let mut answer = String::new();
+        socket.read_to_string(&mut answer).ok()?;
+        answer.starts_with("HTTP/1.1 200").then_some(answer)
+    })
+}
+
+/// The value of the sample whose line starts with `name`; 0 where there is none yet.
+fn sample(text: &str, name: &str) -> f64 {
+    let line =
+        text.lines().find(|line| line.strip_prefix(name).is_some_and(|l| l.starts_with(' ')));
+    line.and_then(|line| line.rsplit(' ').next()).map_or(0.0, |value| value.parse().unwrap())
+}
+
+#[test]
+fn the_metrics_of_a_peer_grow_with_what_it_does() {
+    let store = small_store(115);
+    // A port that is free now; the exporter does not say which one it took of its own.
+    let free = TcpListener::bind("127.0.0.1:0").unwrap();
+    let metrics = free.local_addr().unwrap().to_string();
+    drop(free);
+    let peer = Peer::start(&store.path(), &["--metrics-listen", &metrics]);
+    let served = "metrale_peer_requests_total{status=\"ok\"}";
+    let before = sample(&scrape(&metrics), served);
+    let address = peer.address();
+    let fetch = ["fetch", "--all", "--expert-backend", "rdma", "--peer", &address];
+    succeed(&run(&fetch));
+    let mut stranger = TcpStream::connect(&address).unwrap();
+    stranger.write_all(&[0xff; 64]).unwrap();
+    wait_until("the refusal to be counted", || {
+        sample(&scrape(&metrics), "metrale_peer_refusals_total{status=\"protocol\"}") == 1.0
+    });
+    let text = scrape(&metrics);
+    assert_eq!(sample(&text, served), before + 16.0, "{text}");
+    let bytes = peer.status().bytes as f64;
+    assert!(bytes > 0.0);
+    assert_eq!(sample(&text, "metrale_peer_bytes_total"), bytes, "{text}");
+    assert!(text.contains("# TYPE metrale_peer_requests_total counter"), "{text}");
+    assert!(text.contains("metrale_peer_request_seconds"), "{text}");
+    wait_until("the client's leaving to be seen", || {
+        sample(&scrape(&metrics), "metrale_peer_clients") == 0.0
+    });
+}
