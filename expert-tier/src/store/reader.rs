@@ -6,6 +6,7 @@
 use std::fs::File;
 use std::io::{self, Read};
 use std::mem::MaybeUninit;
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -140,6 +141,24 @@ impl ExpertStore {
     ) -> Result<usize, StoreError> {
         self.read_some(key, offset, out.len(), |file, place| {
             rustix::io::pread(file, out, place).map(|(filled, _)| filled.len())
+        })
+    }
+
+    /// Sends up to `bytes` of record `key` from byte `offset` on to `socket`, from the page cache
+    /// and without passing through this process; says how many went: at least one.
+    ///
+    /// # Errors
+    /// As for [`read_at`](Self::read_at); [`StoreError::Io`] also where the socket failed or its
+    /// send timeout passed.
+    pub fn send_at(
+        &self,
+        key: ExpertKey,
+        offset: u64,
+        bytes: usize,
+        socket: impl AsFd,
+    ) -> Result<usize, StoreError> {
+        self.read_some(key, offset, bytes, |file, place| {
+            rustix::fs::sendfile(socket, file, Some(&mut { place }), bytes)
         })
     }
 
