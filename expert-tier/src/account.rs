@@ -9,16 +9,22 @@
 //! | `metrale_reconnects_total` | counter | `backend` |
 //! | `metrale_link_failures_total` | counter | `backend` |
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use metrics::{Counter, Histogram, counter, histogram};
 
-use crate::error::FetchError;
-use crate::tier::{Source, TierKind};
+use crate::arena::{Filling, Rejected, Slot};
+use crate::error::{FetchError, FetchFailure};
+#[cfg(feature = "unverified")]
+use crate::record::Mismatch;
+use crate::store::manifest::Manifest;
+use crate::tier::{Fetched, Source, TierKind};
 
 /// One backend's counters. Handles are made once, so counting allocates nothing on success.
 pub(crate) struct Accounts {
-    backend: &'static str,
+    kind: TierKind,
+    source: Source,
     fetched: Counter,
     bytes: Counter,
     seconds: Histogram,
@@ -31,7 +37,8 @@ impl Accounts {
     pub(crate) fn new(kind: TierKind, source: Source) -> Self {
         let (backend, from) = (kind.name(), source.name());
         Self {
-            backend,
+            kind,
+            source,
             fetched: counter!("metrale_fetch_total", "backend" => backend, "source" => from,
                 "outcome" => "ok"),
             bytes: counter!("metrale_fetch_bytes_total", "backend" => backend, "source" => from),
@@ -42,6 +49,31 @@ impl Accounts {
         }
     }
 
+    /// Turns a slot whose last byte has arrived into a residency, or says why it is none.
+    pub(crate) fn judge(
+        &self,
+        slot: Slot<Filling>,
+        manifest: &Arc<Manifest>,
+        origin: impl FnOnce() -> String,
+    ) -> Result<Fetched, FetchFailure> {
+        let rejected = match slot.finish() {
+            Ok(ready) => {
+                let residency = ready.into_residency(manifest);
+                return Ok(Fetched { residency, source: self.source });
+            }
+            Err(rejected) => rejected,
+        };
+        let Rejected { slot, key, mismatch } = rejected;
+        #[cfg(feature = "unverified")]
+        if mismatch == Mismatch::NotChecked {
+            return Err(FetchFailure::new(FetchError::Unchecked { key }, slot));
+        }
+        self.mismatches.increment(1);
+        let (backend, origin) = (self.kind, origin());
+        let error = FetchError::Mismatch { key, backend, origin, mismatch };
+        Err(FetchFailure::new(error, slot))
+    }
+
     pub(crate) fn fetched(&self, bytes: u64, took: Duration) {
         self.fetched.increment(1);
         self.bytes.increment(bytes);
@@ -49,12 +81,8 @@ impl Accounts {
     }
 
     pub(crate) fn failed(&self, error: &FetchError) {
-        counter!("metrale_fetch_total", "backend" => self.backend, "outcome" => error.name())
+        counter!("metrale_fetch_total", "backend" => self.kind.name(), "outcome" => error.name())
             .increment(1);
-    }
-
-    pub(crate) fn mismatched(&self) {
-        self.mismatches.increment(1);
     }
 
     pub(crate) fn reconnected(&self) {

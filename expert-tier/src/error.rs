@@ -39,6 +39,13 @@ pub enum FetchError {
         /// How they differ.
         mismatch: Mismatch,
     },
+    /// The record came and was not checked, as the request's slot asked for: for measurements.
+    #[cfg(feature = "unverified")]
+    #[error("{key}: received and not checked")]
+    Unchecked {
+        /// The record.
+        key: ExpertKey,
+    },
     /// The local store could not be read.
     #[error(transparent)]
     Store(StoreError),
@@ -102,6 +109,8 @@ impl FetchError {
         match self {
             Self::Deadline { .. } | Self::Unreachable { .. } => true,
             Self::Peer { status, .. } => matches!(status, Status::Busy | Status::Draining),
+            #[cfg(feature = "unverified")]
+            Self::Unchecked { .. } => false,
             Self::Key(_)
             | Self::SlotTooSmall { .. }
             | Self::Mismatch { .. }
@@ -118,6 +127,8 @@ impl FetchError {
             Self::Key(_) => "no_such_key",
             Self::SlotTooSmall { .. } => "slot_too_small",
             Self::Mismatch { .. } => "mismatch",
+            #[cfg(feature = "unverified")]
+            Self::Unchecked { .. } => "unchecked",
             Self::Store(_) => "store",
             Self::Peer { status, .. } => status.name(),
             Self::Deadline { .. } => "deadline",

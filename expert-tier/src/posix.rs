@@ -234,19 +234,7 @@ impl Shared {
             }
         }
         self.healthy.store(true, Ordering::Relaxed);
-        match slot.finish() {
-            Ok(ready) => {
-                let residency = ready.into_residency(manifest);
-                Ok(Fetched { residency, source: Source::Local })
-            }
-            Err(rejected) => {
-                self.accounts.mismatched();
-                let origin = self.store.dir().display().to_string();
-                let (backend, mismatch) = (self.kind, rejected.mismatch);
-                let error = FetchError::Mismatch { key, backend, origin, mismatch };
-                Err(FetchFailure::new(error, rejected.slot))
-            }
-        }
+        self.accounts.judge(slot, manifest, || self.store.dir().display().to_string())
     }
 
     fn account(&self, outcome: &Result<Fetched, FetchFailure>, took: Duration) {

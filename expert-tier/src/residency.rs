@@ -1,7 +1,7 @@
 //! What a fetch returns: one expert's tensors in the arena, valid while the lease lives.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use gpu_sys::cuda::{CudaError, Event, EventState, Stream};
 
@@ -14,8 +14,13 @@ use crate::store::manifest::Manifest;
 ///
 /// A device that reads the record must be waited for: end the lease with
 /// [`release_after`](Self::release_after) and not by dropping it.
-#[derive(Clone)]
-pub struct ExpertResidency(Arc<Lease>);
+///
+/// Neither leasing nor cloning allocates.
+pub struct ExpertResidency {
+    slot: Slot<Ready>,
+    manifest: Arc<Manifest>,
+    layer_index: usize,
+}
 
 /// One tensor of a resident expert.
 #[derive(Clone, Copy, Debug)]
@@ -46,13 +51,6 @@ pub struct ReleaseError {
     pub wait: CudaError,
 }
 
-struct Lease {
-    slot: Slot<Ready>,
-    manifest: Arc<Manifest>,
-    layer_index: usize,
-    end: Mutex<LeaseEnd>,
-}
-
 impl ExpertResidency {
     /// # Panics
     /// `manifest` is of another store than the slot's record.
@@ -64,32 +62,32 @@ impl ExpertResidency {
             .layout()
             .layer_index(identity.key.layer)
             .expect("the manifest has just given this layer's identity");
-        let manifest = Arc::clone(manifest);
-        Self(Arc::new(Lease { slot, manifest, layer_index, end: Mutex::default() }))
+        slot.lease();
+        Self { slot, manifest: Arc::clone(manifest), layer_index }
     }
 
     /// Which expert this is.
     #[must_use]
     pub fn key(&self) -> ExpertKey {
-        self.0.slot.identity().key
+        self.slot.identity().key
     }
 
     /// The manifest of the store that the record is from.
     #[must_use]
     pub fn manifest(&self) -> &Arc<Manifest> {
-        &self.0.manifest
+        &self.manifest
     }
 
     /// The layer that the record belongs to.
     #[must_use]
     pub fn layout(&self) -> &LayerLayout {
-        &self.0.manifest.layout().layers()[self.0.layer_index]
+        &self.manifest.layout().layers()[self.layer_index]
     }
 
     /// All tensors, at the offsets that their specs say.
     #[must_use]
     pub fn payload(&self) -> &[u8] {
-        self.0.slot.payload()
+        self.slot.payload()
     }
 
     /// The tensors, in the order in which they lie in the record.
@@ -117,15 +115,15 @@ impl ExpertResidency {
     pub fn release_after(self, stream: &Stream) -> Result<(), ReleaseError> {
         let mark = match Event::record_on(stream) {
             Ok(event) => {
-                self.0.add_event(event);
+                self.slot.with_end(|end| add_event(end, event));
                 return Ok(());
             }
             Err(error) => error,
         };
         let key = self.key();
         tracing::warn!(%key, error = %mark, "no CUDA event could be had: waiting for the stream");
-        stream.synchronize(self.0.slot.drain_wait()).map_err(|wait| {
-            *self.0.end.lock().unwrap_or_else(PoisonError::into_inner) = LeaseEnd::Never;
+        stream.synchronize(self.slot.drain_wait()).map_err(|wait| {
+            self.slot.with_end(|end| *end = LeaseEnd::Never);
             ReleaseError { key, mark, wait }
         })
     }
@@ -137,33 +135,36 @@ impl ExpertResidency {
         TensorView {
             spec,
             bytes: &self.payload()[start..end],
-            host_address: self.0.slot.host_address() + start,
-            device_address: self.0.slot.device_address().map(|at| at + spec.offset),
+            host_address: self.slot.host_address() + start,
+            device_address: self.slot.device_address().map(|at| at + spec.offset),
         }
     }
 }
 
-impl Lease {
-    fn add_event(&self, event: Event) {
-        let mut end = self.end.lock().unwrap_or_else(PoisonError::into_inner);
-        match &mut *end {
-            // Once lost, no event brings it back.
-            LeaseEnd::Never => {}
-            LeaseEnd::Now => *end = LeaseEnd::After(vec![event]),
-            LeaseEnd::After(events) => {
-                // Keeps the list as short as there are streams at work, however often a long
-                // lease is cloned and released. An event that errs is kept for the pool to see.
-                events.retain(|event| event.query() != Ok(EventState::Done));
-                events.push(event);
-            }
+fn add_event(end: &mut LeaseEnd, event: Event) {
+    match end {
+        // Once lost, no event brings it back.
+        LeaseEnd::Never => {}
+        LeaseEnd::Now | LeaseEnd::Shared => *end = LeaseEnd::After(vec![event]),
+        LeaseEnd::After(events) => {
+            // Keeps the list as short as there are streams at work, however often a long lease is
+            // cloned and released. An event that errs is kept for the pool to see.
+            events.retain(|event| event.query() != Ok(EventState::Done));
+            events.push(event);
         }
     }
 }
 
-impl Drop for Lease {
+impl Clone for ExpertResidency {
+    fn clone(&self) -> Self {
+        let manifest = Arc::clone(&self.manifest);
+        Self { slot: self.slot.share(), manifest, layer_index: self.layer_index }
+    }
+}
+
+impl Drop for ExpertResidency {
     fn drop(&mut self) {
-        let end = self.end.get_mut().unwrap_or_else(PoisonError::into_inner);
-        self.slot.end_with(std::mem::take(end));
+        self.slot.leave();
     }
 }
 
@@ -172,8 +173,8 @@ impl fmt::Debug for ExpertResidency {
         f.debug_struct("ExpertResidency")
             .field("key", &self.key())
             .field("payload_bytes", &self.payload().len())
-            .field("host_address", &format_args!("{:#x}", self.0.slot.host_address()))
-            .field("device_address", &self.0.slot.device_address())
+            .field("host_address", &format_args!("{:#x}", self.slot.host_address()))
+            .field("device_address", &self.slot.device_address())
             .finish()
     }
 }

@@ -209,8 +209,9 @@ impl CompletionQueue {
 }
 
 thread_local! {
-    /// The queue of this thread's blocking fetches, so that none allocates one.
-    static BLOCKING: RefCell<Option<CompletionQueue>> = const { RefCell::new(None) };
+    /// Queue and batch of this thread's blocking fetches, so that none allocates them.
+    static BLOCKING: RefCell<Option<(CompletionQueue, Vec<FetchRequest>)>> =
+        const { RefCell::new(None) };
 }
 
 /// A way to get expert records: a local store or a peer.
@@ -251,12 +252,13 @@ pub trait ExpertTier: Send + Sync {
     /// # Errors
     /// [`FetchFailure`] has the reason and gives the slot back.
     fn fetch(&self, key: ExpertKey, slot: Slot<Free>) -> Result<Fetched, FetchFailure> {
-        let queue = BLOCKING.take().unwrap_or_default();
+        let (queue, mut batch) = BLOCKING.take().unwrap_or_default();
         let request = FetchRequest::new(key, slot);
         let ticket = request.ticket();
-        self.submit(&mut vec![request], &queue);
+        batch.push(request);
+        self.submit(&mut batch, &queue);
         let outcome = self.await_ticket(&queue, ticket, key);
-        BLOCKING.set(Some(queue));
+        BLOCKING.set(Some((queue, batch)));
         outcome
     }
 

@@ -315,30 +315,17 @@ impl Shared {
         }
         let key = call.key;
         let outcome = match outcome {
-            Ok(()) => self.judge(key, slot),
+            Ok(()) => {
+                self.healthy.store(true, Ordering::Relaxed);
+                let origin = || self.store.dir().display().to_string();
+                self.accounts.judge(slot, self.store.manifest(), origin)
+            }
             Err(error) => {
                 let error = self.explain(key, error);
                 Err(FetchFailure::new(error, slot.abandon()))
             }
         };
         self.complete(&call, outcome);
-    }
-
-    fn judge(&self, key: ExpertKey, slot: Slot<Filling>) -> Result<Fetched, FetchFailure> {
-        self.healthy.store(true, Ordering::Relaxed);
-        match slot.finish() {
-            Ok(ready) => {
-                let residency = ready.into_residency(self.store.manifest());
-                Ok(Fetched { residency, source: Source::Local })
-            }
-            Err(rejected) => {
-                self.accounts.mismatched();
-                let origin = self.store.dir().display().to_string();
-                let (backend, mismatch) = (TierKind::Uma, rejected.mismatch);
-                let error = FetchError::Mismatch { key, backend, origin, mismatch };
-                Err(FetchFailure::new(error, rejected.slot))
-            }
-        }
     }
 
     fn explain(&self, key: ExpertKey, error: io::Error) -> FetchError {

@@ -6,8 +6,11 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 use expert_peer::StatusReport;
 use expert_peer::cli::UsageError;
+#[cfg(feature = "unverified")]
+use expert_tier::error::FetchError;
+use expert_tier::error::FetchFailure;
 use expert_tier::key::ExpertKey;
-use expert_tier::tier::{CompletionQueue, FetchRequest};
+use expert_tier::tier::{Completion, CompletionQueue, FetchRequest};
 use hdrhistogram::Histogram;
 use serde::Serialize;
 
@@ -36,9 +39,21 @@ struct FetchArgs {
     /// How long to measure, after half a second of warming up
     #[arg(long, value_name = "S", default_value_t = 3.0)]
     seconds: f64,
+    /// Whether records are checked; `off` is for measuring what checking costs, and hands out
+    /// nothing
+    #[cfg(feature = "unverified")]
+    #[arg(long, value_enum, default_value_t = Verify::On)]
+    verify: Verify,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
+}
+
+#[cfg(feature = "unverified")]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
+enum Verify {
+    On,
+    Off,
 }
 
 #[derive(Serialize)]
@@ -72,12 +87,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         return Err(UsageError("--batch takes 1 to 65536".into()).into());
     }
     let backend = args.backend.open(u64::MAX)?;
-    let mut keys: Vec<_> = backend.tier.manifest().layout().keys().collect();
-    measure(&backend, &mut keys, args.batch, Duration::from_millis(500))?;
+    let mut bench = Bench::new(&backend, args);
+    bench.measure(Duration::from_millis(500))?;
 
     let (peer_before, cpu_before) = (peer_cpu_s(&backend)?, gpu_sys::usage::cpu_time());
     let start = Instant::now();
-    let tally = measure(&backend, &mut keys, args.batch, Duration::from_secs_f64(args.seconds))?;
+    let tally = bench.measure(Duration::from_secs_f64(args.seconds))?;
     let seconds = start.elapsed().as_secs_f64();
     let client_cpu_s = (gpu_sys::usage::cpu_time() - cpu_before).as_secs_f64();
     let us = |quantile| tally.latency_ns.value_at_quantile(quantile) as f64 / 1000.0;
@@ -97,55 +112,100 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     Ok(if report.errors == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Fetches batch after batch until `span` has passed, going through `keys` in turn.
-fn measure(
-    backend: &Backend,
-    keys: &mut [ExpertKey],
+/// Fetches batch after batch, going through all records in turn.
+struct Bench<'a> {
+    backend: &'a Backend,
+    keys: Vec<ExpertKey>,
     batch: usize,
-    span: Duration,
-) -> anyhow::Result<Tally> {
-    let latency_ns = Histogram::new_with_max(600_000_000_000, 3)?;
-    let mut tally = Tally { records: 0, errors: 0, bytes: 0, latency_ns };
-    let queue = CompletionQueue::new();
-    let mut requests = Vec::with_capacity(batch);
-    let bound = backend.tier.deadline() * 4 + Duration::from_secs(5);
-    let start = Instant::now();
-    let mut turn = 0;
-    while start.elapsed() < span {
-        for _ in 0..batch {
-            let key = keys[turn % keys.len()];
-            turn += 1;
-            let bytes = backend.tier.manifest().layout().locate(key)?.record_bytes();
-            let slot = backend.arena.try_acquire(bytes).with_context(|| {
+    turn: usize,
+    queue: CompletionQueue,
+    requests: Vec<FetchRequest>,
+    #[cfg(feature = "unverified")]
+    verify: Verify,
+}
+
+impl<'a> Bench<'a> {
+    fn new(backend: &'a Backend, args: &FetchArgs) -> Self {
+        Self {
+            backend,
+            keys: backend.tier.manifest().layout().keys().collect(),
+            batch: args.batch,
+            turn: 0,
+            queue: CompletionQueue::new(),
+            requests: Vec::with_capacity(args.batch),
+            #[cfg(feature = "unverified")]
+            verify: args.verify,
+        }
+    }
+
+    /// Fetches until `span` has passed.
+    fn measure(&mut self, span: Duration) -> anyhow::Result<Tally> {
+        let latency_ns = Histogram::new_with_max(600_000_000_000, 3)?;
+        let mut tally = Tally { records: 0, errors: 0, bytes: 0, latency_ns };
+        let bound = self.backend.tier.deadline() * 4 + Duration::from_secs(5);
+        let start = Instant::now();
+        while start.elapsed() < span {
+            self.prepare()?;
+            let submitted = Instant::now();
+            self.backend.tier.submit(&mut self.requests, &self.queue);
+            for _ in 0..self.batch {
+                let Some(completion) = self.backend.tier.poll(&self.queue, bound) else {
+                    bail!("a request did not complete within {} s", bound.as_secs());
+                };
+                tally.count(self.received(completion), submitted.elapsed());
+            }
+        }
+        Ok(tally)
+    }
+
+    /// Makes the requests of the next batch.
+    fn prepare(&mut self) -> anyhow::Result<()> {
+        for _ in 0..self.batch {
+            let key = self.keys[self.turn % self.keys.len()];
+            self.turn += 1;
+            let bytes = self.backend.tier.manifest().layout().locate(key)?.record_bytes();
+            let slot = self.backend.arena.try_acquire(bytes).with_context(|| {
+                let batch = self.batch;
                 format!("the arena has no slots for --batch {batch}: raise --expert-arena-bytes")
             })?;
-            requests.push(FetchRequest::new(key, slot));
+            #[cfg(feature = "unverified")]
+            let slot = if self.verify == Verify::Off { slot.without_check() } else { slot };
+            self.requests.push(FetchRequest::new(key, slot));
         }
-        let submitted = Instant::now();
-        backend.tier.submit(&mut requests, &queue);
-        for _ in 0..batch {
-            let Some(completion) = backend.tier.poll(&queue, bound) else {
-                bail!("a request did not complete within {} s", bound.as_secs());
-            };
-            match completion.outcome {
-                Ok(fetched) => {
-                    tally.records += 1;
-                    tally.bytes += fetched.residency.payload().len() as u64;
-                    let took = u64::try_from(submitted.elapsed().as_nanos()).unwrap_or(u64::MAX);
-                    tally.latency_ns.saturating_record(took);
-                }
-                Err(failure) => {
-                    tally.errors += 1;
-                    if tally.errors == 1 {
-                        eprintln!("metrale: {failure}");
-                    }
+        Ok(())
+    }
+
+    /// Bytes of payload that came.
+    fn received(&self, completion: Completion) -> Result<u64, FetchFailure> {
+        match completion.outcome {
+            Ok(fetched) => Ok(fetched.residency.payload().len() as u64),
+            #[cfg(feature = "unverified")]
+            Err(failure) if matches!(*failure.error, FetchError::Unchecked { .. }) => {
+                let layout = self.backend.tier.manifest().layout();
+                Ok(layout.layer(completion.key.layer).map_or(0, |l| l.spec().payload_bytes()))
+            }
+            Err(failure) => Err(failure),
+        }
+    }
+}
+
+impl Tally {
+    fn count(&mut self, received: Result<u64, FetchFailure>, took: Duration) {
+        match received {
+            Ok(bytes) => {
+                self.records += 1;
+                self.bytes += bytes;
+                let took_ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
+                self.latency_ns.saturating_record(took_ns);
+            }
+            Err(failure) => {
+                self.errors += 1;
+                if self.errors == 1 {
+                    eprintln!("metrale: {failure}");
                 }
             }
         }
     }
-    // Order of the next stretch goes on where this one ended.
-    keys.rotate_left(turn % keys.len());
-    Ok(tally)
 }
 
 /// Processor time that the peer's process has used, by its own account; 0 without a peer.

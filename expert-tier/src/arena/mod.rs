@@ -17,6 +17,7 @@
 // this folder may.
 #![allow(unsafe_code, reason = "the slot states stand for what the borrow checker cannot see")]
 
+mod holders;
 mod memory;
 mod options;
 mod pool;
@@ -26,7 +27,7 @@ mod sync;
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use gpu_sys::cuda::{CudaDevice, CudaError, Event, EventState, HostRegistration};
@@ -38,6 +39,7 @@ pub use pool::SlotCounts;
 pub use slot::{Filling, Free, Ready, Rejected, Slot, TooSmall};
 
 use crate::direct::ring::Region;
+use holders::Holders;
 use memory::ArenaMemory;
 use pool::{Fence, FenceState, Pool};
 
@@ -158,6 +160,7 @@ impl ExpertArena {
         let counts: Vec<u32> = plans.iter().map(|plan| plan.slots).collect();
         let arena = Self(Arc::new(ArenaInner {
             pool: Pool::new(&counts),
+            leases: counts.iter().flat_map(|&n| 0..n).map(|_| LeaseState::none()).collect(),
             slabs: lay_out(&plans),
             memory: ManuallyDrop::new(ArenaMemory::new(pages, registration)),
             no_device,
@@ -325,10 +328,27 @@ pub(crate) enum LeaseEnd {
     After(Vec<Event>),
     /// It is not used again: a device may read it, and there is no telling until when.
     Never,
+    /// Nothing: somebody else holds the lease as well.
+    Shared,
+}
+
+/// What the arena keeps of each slot's lease.
+struct LeaseState {
+    holders: Holders,
+    /// What the holders that have left want of the lease's end.
+    end: Mutex<LeaseEnd>,
+}
+
+impl LeaseState {
+    fn none() -> Self {
+        Self { holders: Holders::none(), end: Mutex::default() }
+    }
 }
 
 struct ArenaInner {
     pool: Pool<Event>,
+    /// One per slot.
+    leases: Box<[LeaseState]>,
     /// Ascending by slot size and by first slot.
     slabs: Vec<Slab>,
     // Dropped by hand: leaked while a device may read it.
@@ -364,6 +384,7 @@ impl ArenaInner {
             LeaseEnd::Now => self.pool.put(slot, slab),
             LeaseEnd::After(events) => self.pool.put_after(slot, slab, events),
             LeaseEnd::Never => self.pool.quarantine(slot),
+            LeaseEnd::Shared => {}
         }
     }
 

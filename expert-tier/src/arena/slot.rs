@@ -17,9 +17,9 @@ use std::fmt;
 use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::{ArenaInner, LeaseEnd};
+use super::{ArenaInner, LeaseEnd, LeaseState};
 use crate::direct::ring::Target;
 use crate::key::ExpertKey;
 use crate::record::{Mismatch, RecordCheck, RecordIdentity};
@@ -34,7 +34,17 @@ pub struct Slot<S> {
 
 /// The slot holds nothing.
 #[derive(Debug)]
-pub struct Free(());
+pub struct Free {
+    /// Whether what arrives next is checked.
+    check: Checking,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Checking {
+    On,
+    #[cfg(feature = "unverified")]
+    Off,
+}
 
 /// A record is arriving.
 #[derive(Debug)]
@@ -81,13 +91,22 @@ impl<S> Slot<S> {
     }
 
     fn become_free(self) -> Slot<Free> {
-        Slot { hold: self.hold, state: Free(()) }
+        Slot { hold: self.hold, state: Free { check: Checking::On } }
     }
 }
 
 impl Slot<Free> {
     pub(super) fn new(arena: Arc<ArenaInner>, slot: u32) -> Self {
-        Self { hold: Hold { arena, slot, end: LeaseEnd::Now }, state: Free(()) }
+        Self { hold: Hold { arena, slot, end: LeaseEnd::Now }, state: Free { check: Checking::On } }
+    }
+
+    /// For measurements: what arrives next is not checked, and so never becomes a residency. The
+    /// fetch ends as [`FetchError::Unchecked`](crate::error::FetchError::Unchecked).
+    #[cfg(feature = "unverified")]
+    #[must_use]
+    pub fn without_check(mut self) -> Self {
+        self.state.check = Checking::Off;
+        self
     }
 
     /// Makes ready to receive the record of `identity`.
@@ -98,7 +117,11 @@ impl Slot<Free> {
         let needed_bytes = identity.record_bytes();
         match usize::try_from(needed_bytes) {
             Ok(record_bytes) if needed_bytes <= self.capacity() => {
-                let check = RecordCheck::new(identity);
+                let check = match self.state.check {
+                    Checking::On => RecordCheck::new(identity),
+                    #[cfg(feature = "unverified")]
+                    Checking::Off => RecordCheck::unwanted(identity),
+                };
                 Ok(Slot { hold: self.hold, state: Filling { check, record_bytes, filled: 0 } })
             }
             _ => Err(TooSmall { slot: self, needed_bytes }),
@@ -219,9 +242,36 @@ impl Slot<Ready> {
         self.hold.arena.drain_wait
     }
 
-    /// Decides what happens to the slot when it is dropped.
-    pub(crate) fn end_with(&mut self, end: LeaseEnd) {
-        self.hold.end = end;
+    /// Begins a lease with one holder.
+    pub(crate) fn lease(&self) {
+        self.lease_state().holders.join();
+    }
+
+    /// One more holder of the lease.
+    pub(crate) fn share(&self) -> Self {
+        let Hold { arena, slot, .. } = &self.hold;
+        self.lease_state().holders.join();
+        let hold = Hold { arena: Arc::clone(arena), slot: *slot, end: LeaseEnd::Shared };
+        Self { hold, state: Ready { identity: self.state.identity } }
+    }
+
+    /// Says what happens to the slot when this holder is dropped: nothing, unless it is the last.
+    pub(crate) fn leave(&mut self) {
+        let lease = self.lease_state();
+        self.hold.end = if lease.holders.leave() {
+            std::mem::take(&mut *lock(&lease.end))
+        } else {
+            LeaseEnd::Shared
+        };
+    }
+
+    /// Changes what the lease's end is to be.
+    pub(crate) fn with_end(&self, change: impl FnOnce(&mut LeaseEnd)) {
+        change(&mut lock(&self.lease_state().end));
+    }
+
+    fn lease_state(&self) -> &LeaseState {
+        &self.hold.arena.leases[self.hold.slot as usize]
     }
 
     fn payload_range(&self) -> Range<usize> {
@@ -252,9 +302,15 @@ impl Hold {
     }
 }
 
+/// A change of a lease's end is one assignment or one push, so a poisoned lock guards sound data.
+fn lock(end: &Mutex<LeaseEnd>) -> MutexGuard<'_, LeaseEnd> {
+    end.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 impl Drop for Hold {
     fn drop(&mut self) {
-        // Not Clone, and the number came from the pool: it goes back this once.
+        // The number came from the pool and goes back once: a hold is not `Clone`, and of those
+        // that share a lease all but the last end as `Shared`.
         self.arena.give_back(self.slot, std::mem::take(&mut self.end));
     }
 }

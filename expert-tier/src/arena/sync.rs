@@ -1,7 +1,12 @@
-//! The lock and the condition variable of the pool: the standard library's, or loom's.
+//! Lock, condition variable and atomics of the pool and the leases: the standard library's, or
+//! loom's.
 
 #[cfg(loom)]
+pub(super) use loom::sync::atomic::{AtomicU32, Ordering, fence};
+#[cfg(loom)]
 pub(super) use loom::sync::{Condvar, Mutex, MutexGuard};
+#[cfg(not(loom))]
+pub(super) use std::sync::atomic::{AtomicU32, Ordering, fence};
 #[cfg(not(loom))]
 pub(super) use std::sync::{Condvar, Mutex, MutexGuard};
 

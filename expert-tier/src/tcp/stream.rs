@@ -12,10 +12,8 @@ use rustix::net::RecvFlags;
 use super::TICK;
 use super::call::{Call, Pending};
 use super::desk::{Desk, DrainSaid, LinkEnd};
-use crate::arena::{Filling, Free, Slot};
-use crate::error::FetchError;
-use crate::record::Mismatch;
-use crate::tier::{Fetched, Source, TierKind};
+use crate::arena::{Filling, Slot};
+use crate::error::{FetchError, FetchFailure};
 use crate::wire::frame::{FrameHeader, FrameType, HEADER_BYTES, MAX_TEXT_BYTES, Status};
 use crate::wire::handshake::Goal;
 
@@ -163,31 +161,33 @@ impl Receiver<'_> {
 
     /// The whole record is in the slot: a residency if it is the right one.
     fn judge(&self, call: Call, slot: Slot<Filling>) {
-        match slot.finish() {
-            Ok(ready) => {
-                let residency = ready.into_residency(&self.desk.manifest);
-                self.desk.succeed(call, Fetched { residency, source: Source::Tcp });
-            }
-            Err(rejected) => self.reject(call, rejected.slot, rejected.mismatch),
+        let desk = self.desk;
+        let judged = desk.accounts.judge(slot, &desk.manifest, || desk.options.peer.clone());
+        match judged {
+            Ok(fetched) => desk.succeed(call, fetched),
+            Err(failure) => self.reject(call, failure),
         }
     }
 
-    fn reject(&self, mut call: Call, slot: Slot<Free>, mismatch: Mismatch) {
-        let (key, backend) = (call.key(), TierKind::Rdma);
-        self.desk.accounts.mismatched();
-        tracing::warn!(%key, %mismatch, peer = %self.desk.options.peer, "a record was rejected");
-        self.desk.landed(self.index, &mut call);
-        if self.desk.may_retry(&call) {
-            self.desk.retry(Pending { call, slot });
-            return;
+    /// Sends the request once more, while it has attempts left.
+    fn reject(&self, mut call: Call, failure: FetchFailure) {
+        let key = call.key();
+        let FetchFailure { error, slot } = failure;
+        if let FetchError::Mismatch { mismatch, .. } = &*error {
+            tracing::warn!(%key, %mismatch, peer = %self.desk.options.peer, "a record was rejected");
+            self.desk.landed(self.index, &mut call);
+            if let Some(slot) = slot {
+                if self.desk.may_retry(&call) {
+                    self.desk.retry(Pending { call, slot });
+                    return;
+                }
+                let cancelled = FetchError::Cancelled { key };
+                let error = if call.cancelled { cancelled } else { *error };
+                self.desk.fail(call, error, Some(slot));
+                return;
+            }
         }
-        let origin = self.desk.options.peer.clone();
-        let error = if call.cancelled {
-            FetchError::Cancelled { key }
-        } else {
-            FetchError::Mismatch { key, backend, origin, mismatch }
-        };
-        self.desk.fail(call, error, Some(slot));
+        self.desk.fail(call, *error, slot);
     }
 
     fn refused(&self, header: &FrameHeader, pending: Pending) -> Result<(), LinkEnd> {

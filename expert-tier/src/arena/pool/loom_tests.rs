@@ -11,6 +11,7 @@ use loom::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use loom::thread;
 
 use super::*;
+use crate::arena::holders::Holders;
 
 /// Longer than any model runs: waits here end by being woken.
 const LONG: Duration = Duration::from_secs(3600);
@@ -124,22 +125,22 @@ fn a_fenced_slot_is_taken_only_after_its_fence() {
 }
 
 #[test]
-fn the_last_clone_of_a_lease_gives_its_slot_back_once() {
-    struct Lease {
-        pool: TestPool,
-        slot: u32,
-    }
-    impl Drop for Lease {
-        fn drop(&mut self) {
-            self.pool.put(self.slot, 0);
-        }
-    }
+fn the_last_holder_of_a_lease_gives_its_slot_back_once() {
     loom::model(|| {
         let pool = pool(&[2]);
-        let lease = Arc::new(Lease { pool: pool.clone(), slot: pool.try_take(0).unwrap() });
-        let clone = lease.clone();
-        let other = thread::spawn(move || drop(clone));
-        drop(lease);
+        let slot = pool.try_take(0).unwrap();
+        let holders = Arc::new(Holders::none());
+        holders.join();
+        holders.join();
+        let (others, theirs) = (Arc::clone(&holders), pool.clone());
+        let other = thread::spawn(move || {
+            if others.leave() {
+                theirs.put(slot, 0);
+            }
+        });
+        if holders.leave() {
+            pool.put(slot, 0);
+        }
         other.join().unwrap();
         assert_eq!(pool.counts().free, 2);
     });
