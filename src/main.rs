@@ -42,6 +42,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    gpu_sys::limits::raise_open_files();
     start_logging();
     let outcome = match Cli::parse().command {
         Command::Pack(args) => pack::run(&args),

@@ -215,3 +215,20 @@ fn the_metrics_of_a_peer_grow_with_what_it_does() {
         sample(&scrape(&metrics), "metrale_peer_clients") == 0.0
     });
 }
+
+#[test]
+fn strangers_at_the_metrics_port_hold_neither_the_peer_nor_the_metrics_up() {
+    let store = small_store(95);
+    let free = TcpListener::bind("127.0.0.1:0").unwrap();
+    let metrics = free.local_addr().unwrap().to_string();
+    drop(free);
+    let peer = Peer::start(&store.path(), &["--metrics-listen", &metrics]);
+    scrape(&metrics);
+    let before = peer.resources().1;
+    let strangers: Vec<_> = (0..60).map(|_| TcpStream::connect(&metrics).unwrap()).collect();
+    // Sixteen places at most, and each is free again after a few seconds.
+    scrape(&metrics);
+    assert!(peer.resources().1 <= before + 20, "{} more", peer.resources().1 - before);
+    assert_eq!(peer.status().records, store.open().manifest().layout().records());
+    drop(strangers);
+}

@@ -13,9 +13,9 @@ use anyhow::Context;
 use clap::Args;
 use expert_tier::wire::Secret;
 use gpu_sys::env;
-use metrics_exporter_prometheus::PrometheusBuilder;
 use signal_hook::consts::{SIGINT, SIGTERM};
 
+use crate::metrics_http;
 use crate::server::{Exposure, PeerOptions, Server, Shutdown};
 
 /// Flags of a peer.
@@ -60,9 +60,7 @@ pub struct RunArgs {
 /// The peer cannot start, or its listening socket failed.
 pub fn run(args: &RunArgs) -> anyhow::Result<()> {
     if let Some(address) = args.metrics_listen {
-        PrometheusBuilder::new()
-            .with_http_listener(address)
-            .install()
+        let address = metrics_http::serve(address)
             .with_context(|| format!("cannot serve metrics on {address}"))?;
         tracing::info!(%address, "metrics at /metrics");
     }

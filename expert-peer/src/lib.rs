@@ -10,6 +10,7 @@
 
 pub mod cli;
 mod connection;
+mod metrics_http;
 mod registry;
 mod server;
 mod status;

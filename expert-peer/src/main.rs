@@ -15,6 +15,7 @@ struct Command {
 }
 
 fn main() -> ExitCode {
+    gpu_sys::limits::raise_open_files();
     expert_peer::cli::start_logging();
     match expert_peer::cli::run(&Command::parse().args) {
         Ok(()) => ExitCode::SUCCESS,
