@@ -10,6 +10,8 @@
 
 pub mod cli;
 mod connection;
+mod meters;
+mod program;
 mod registry;
 mod server;
 mod status;

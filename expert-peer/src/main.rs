@@ -8,7 +8,7 @@ use clap::Parser;
 
 /// Publishes an expert store to clients
 #[derive(Parser)]
-#[command(version)]
+#[command(version, max_term_width = 100, after_help = expert_peer::cli::LOG_HELP)]
 struct Command {
     #[command(flatten)]
     args: expert_peer::cli::RunArgs,
