@@ -1,7 +1,7 @@
 //! One client's connection: handshake, then requests answered in order.
 
 use std::io::{self, Read, Write};
-use std::net::{SocketAddr, TcpStream};
+use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -30,6 +30,8 @@ const BUFFER_BYTES: usize = 256 * 1024;
 const FIRST_BYTES: usize = 64 * 1024;
 /// Most bytes that one `sendfile` is asked for: bounds the time between looks at its result.
 const SEND_BYTES: usize = 4 << 20;
+/// How long a connection that the peer ends is kept for the client to read its last answers.
+const LINGER: Duration = Duration::from_secs(1);
 /// How often an idle connection looks whether the peer is shutting down.
 const TICK: Duration = Duration::from_millis(200);
 
@@ -48,6 +50,8 @@ enum End {
     Io(#[from] IoError),
     #[error("the connection failed: {0}")]
     Socket(#[from] io::Error),
+    #[error("the client asked for nothing within {0} ms")]
+    Idle(u128),
     #[error("the client took no bytes for {0} ms")]
     Stalled(u128),
     #[error("{0}")]
@@ -64,6 +68,7 @@ pub(crate) struct Connection {
     client: SocketAddr,
     client_id: [u8; 16],
     attached: bool,
+    welcomed: Instant,
     told_to_drain: bool,
     /// The one buffer of the connection: a frame header and a piece of a record.
     buffer: Vec<u8>,
@@ -95,6 +100,7 @@ impl Connection {
             client,
             client_id: [0; 16],
             attached: false,
+            welcomed: Instant::now(),
             told_to_drain: false,
             buffer: Vec::new(),
             counters,
@@ -126,8 +132,30 @@ impl Connection {
                 self.count_error(Status::Unreadable);
                 tracing::error!(%client, %error, "dropped a connection within a record");
             }
+            End::Idle(_) => tracing::debug!(%client, reason = %end, "dropped a connection"),
             End::Io(_) | End::Socket(_) | End::Stalled(_) => {
                 tracing::warn!(%client, reason = %end, "dropped a connection");
+            }
+        }
+        if !matches!(end, End::Closed | End::Io(IoError::Closed) | End::Stalled(_)) {
+            self.linger();
+        }
+    }
+
+    /// Lets the client read what has been sent. Closing a socket with bytes unread makes the
+    /// kernel reset the connection, and the client lose answers that were on their way.
+    fn linger(&mut self) {
+        let until = Instant::now() + LINGER;
+        let mut rest = [0; 4096];
+        if self.socket.shutdown(Shutdown::Write).is_err() {
+            return;
+        }
+        while Instant::now() < until {
+            match self.socket.read(&mut rest) {
+                Ok(0) => return,
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(_) => return,
             }
         }
     }
@@ -157,6 +185,7 @@ impl Connection {
             write_all(&mut self.socket, &step.send, left)?;
             self.client_id = step.client_id.unwrap_or(self.client_id);
             if step.done {
+                self.place.welcomed();
                 return Ok(());
             }
         }
@@ -180,6 +209,7 @@ impl Connection {
     fn serve(&mut self) -> Result<(), End> {
         self.socket.set_read_timeout(Some(TICK))?;
         self.socket.set_write_timeout(Some(self.shared.options.stall))?;
+        self.welcomed = Instant::now();
         loop {
             let mut bytes = [0; HEADER_BYTES];
             self.read(&mut bytes)?;
@@ -197,7 +227,8 @@ impl Connection {
                     self.send_control(FrameType::StatusReport, &json)?;
                 }
                 found => {
-                    let expected = "Fetch after Attach, or a request of the handshake";
+                    let expected =
+                        "Attach, ManifestRequest, StatusRequest or, once attached, Fetch";
                     return Err(FrameError::Unexpected { found, expected }.into());
                 }
             }
@@ -332,8 +363,10 @@ impl Connection {
         send_all(&self.socket, &self.buffer[..bytes], self.shared.options.stall)
     }
 
-    /// Fills `out`, however long the client is idle before it starts; once it has started, a
-    /// request must come whole within the handshake's bound. Tells the client when the peer drains.
+    /// Fills `out`. A client that has attached may be idle before it asks for as long as it likes;
+    /// one that has not must attach or leave within the handshake's bound after the welcome; and
+    /// a request that has begun must come whole within that bound. Tells the client when the peer
+    /// drains.
     fn read(&mut self, out: &mut [u8]) -> Result<(), End> {
         let mut done = 0;
         let mut begun = None;
@@ -354,8 +387,10 @@ impl Connection {
                 },
             }
             let limit = self.shared.options.handshake;
-            let waiting = done > 0 || !self.attached;
-            if waiting && begun.get_or_insert_with(Instant::now).elapsed() > limit {
+            if !self.attached && self.welcomed.elapsed() > limit {
+                return Err(End::Idle(limit.as_millis()));
+            }
+            if done > 0 && begun.get_or_insert_with(Instant::now).elapsed() > limit {
                 return Err(End::Io(IoError::Deadline { waited: limit }));
             }
         }

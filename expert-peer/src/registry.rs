@@ -2,11 +2,12 @@
 //!
 //! A client is everything that shares one client id; it may hold several connections. Limits:
 //! clients that have attached, connections per client, and connections that have not attached
-//! yet, so that strangers cannot crowd out clients. The last is
-//! `max_clients x UNATTACHED_PER_CLIENT + UNATTACHED_STRANGERS`: all clients of a peer that was
-//! restarted may come back at once.
+//! yet. The last is `max_clients x UNATTACHED_PER_CLIENT + UNATTACHED_STRANGERS`: all clients of a
+//! peer that was restarted may come back at once. Beyond it a newcomer takes the place of the
+//! connection that has been shaking hands for longest: a client needs a moment for that, so
+//! strangers who say nothing cannot keep clients out.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -22,13 +23,13 @@ const UNATTACHED_PER_CLIENT: usize = 2;
 const UNATTACHED_STRANGERS: usize = 64;
 
 /// Names a connection while it is registered.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(crate) struct ConnectionId(u64);
 
 /// Why a connection is not let in.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub(crate) enum Full {
-    #[error("{0} connections are shaking hands already")]
+    #[error("{0} connections are here that ask for no records, as many as allowed")]
     Unattached(usize),
     #[error("{0} clients are attached already; --max-clients is the limit")]
     Clients(usize),
@@ -47,14 +48,31 @@ pub(crate) struct Registry {
 #[derive(Default)]
 struct State {
     next: u64,
-    connections: HashMap<ConnectionId, Entry>,
+    /// In order of arrival.
+    connections: BTreeMap<ConnectionId, Entry>,
     /// Attached connections of each client.
     clients: HashMap<[u8; 16], usize>,
 }
 
 struct Entry {
     socket: TcpStream,
-    client: Option<[u8; 16]>,
+    stage: Stage,
+}
+
+/// How far a connection has come.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    Greeting,
+    Welcomed,
+    Attached([u8; 16]),
+}
+
+impl Entry {
+    fn cut(&self) {
+        if let Err(error) = self.socket.shutdown(Shutdown::Both) {
+            tracing::debug!(%error, "shutdown of a connection that had ended");
+        }
+    }
 }
 
 /// A connection's place in the registry; dropping it gives the place up.
@@ -73,12 +91,12 @@ impl Registry {
         let mut state = self.lock();
         let attached: usize = state.clients.values().sum();
         let unattached = state.connections.len() - attached;
-        if unattached >= self.max_unattached() {
+        if unattached >= self.max_unattached() && !state.evict_oldest_greeting() {
             return Err(Full::Unattached(unattached));
         }
         let id = ConnectionId(state.next);
         state.next += 1;
-        state.connections.insert(id, Entry { socket, client: None });
+        state.connections.insert(id, Entry { socket, stage: Stage::Greeting });
         state.publish();
         Ok(Place { registry: Arc::clone(self), id })
     }
@@ -103,11 +121,7 @@ impl Registry {
 
     /// Ends every connection that is left.
     pub(crate) fn cut_all(&self) {
-        for entry in self.lock().connections.values() {
-            if let Err(error) = entry.socket.shutdown(Shutdown::Both) {
-                tracing::debug!(%error, "shutdown of a connection that had ended");
-            }
-        }
+        self.lock().connections.values().for_each(Entry::cut);
     }
 
     /// Both maps change together under this lock and nothing in between can panic.
@@ -117,6 +131,13 @@ impl Registry {
 }
 
 impl Place {
+    /// The handshake is over: nobody takes this place any more.
+    pub(crate) fn welcomed(&self) {
+        if let Some(entry) = self.registry.lock().connections.get_mut(&self.id) {
+            entry.stage = Stage::Welcomed;
+        }
+    }
+
     /// Counts the connection as one of client `client`.
     pub(crate) fn attach(&self, client: [u8; 16]) -> Result<(), Full> {
         let mut state = self.registry.lock();
@@ -131,7 +152,8 @@ impl Place {
             _ => {}
         }
         let Some(entry) = state.connections.get_mut(&self.id) else { return Ok(()) };
-        if entry.client.replace(client).is_none() {
+        let before = std::mem::replace(&mut entry.stage, Stage::Attached(client));
+        if !matches!(before, Stage::Attached(_)) {
             *state.clients.entry(client).or_insert(0) += 1;
         }
         state.publish();
@@ -142,8 +164,8 @@ impl Place {
 impl Drop for Place {
     fn drop(&mut self) {
         let mut state = self.registry.lock();
-        let client = state.connections.remove(&self.id).and_then(|entry| entry.client);
-        if let Some(client) = client
+        let stage = state.connections.remove(&self.id).map(|entry| entry.stage);
+        if let Some(Stage::Attached(client)) = stage
             && let Some(count) = state.clients.get_mut(&client)
         {
             *count -= 1;
@@ -158,6 +180,17 @@ impl Drop for Place {
 }
 
 impl State {
+    /// Cuts the connection that has been shaking hands for longest; false where none is.
+    fn evict_oldest_greeting(&mut self) -> bool {
+        let greeting =
+            |(id, entry): (&ConnectionId, &Entry)| (entry.stage == Stage::Greeting).then_some(*id);
+        let Some(oldest) = self.connections.iter().find_map(greeting) else { return false };
+        if let Some(entry) = self.connections.remove(&oldest) {
+            entry.cut();
+        }
+        true
+    }
+
     fn publish(&self) {
         // Counts are bounded by the limits above, far below 2^52.
         gauge!("metrale_peer_clients").set(self.clients.len() as f64);
@@ -195,14 +228,27 @@ mod tests {
     }
 
     #[test]
-    fn strangers_cannot_crowd_out_clients() {
+    fn strangers_who_say_nothing_make_room_for_whoever_comes() {
         let registry = Registry::new(1);
         let client = registry.enter(socket()).unwrap();
         client.attach([1; 16]).unwrap();
         let most = registry.max_unattached();
         let strangers: Vec<_> = (0..most).map(|_| registry.enter(socket()).unwrap()).collect();
-        assert_eq!(registry.enter(socket()).err(), Some(Full::Unattached(most)));
+        let newcomer = registry.enter(socket()).expect("the oldest stranger's place");
+        assert_eq!(registry.counts(), (1, most + 1));
+        newcomer.attach([1; 16]).unwrap();
         drop(strangers);
+        assert_eq!(registry.counts(), (1, 2));
+    }
+
+    #[test]
+    fn connections_that_have_shaken_hands_are_not_cut_and_have_a_limit() {
+        let registry = Registry::new(1);
+        let most = registry.max_unattached();
+        let idle: Vec<_> = (0..most).map(|_| registry.enter(socket()).unwrap()).collect();
+        idle.iter().for_each(Place::welcomed);
+        assert_eq!(registry.enter(socket()).err(), Some(Full::Unattached(most)));
+        drop(idle);
         assert!(registry.enter(socket()).is_ok());
     }
 }

@@ -68,6 +68,12 @@ impl Raw {
         self.send(&request(id, key));
     }
 
+    /// Asks for the status; false when the peer has ended the connection.
+    pub(crate) fn try_status(&mut self) -> bool {
+        let asked = self.try_send(&encode_frame(FrameType::StatusRequest, Status::Ok, &[]));
+        asked && self.read().is_ok()
+    }
+
     pub(crate) fn read(&mut self) -> Result<(FrameHeader, Vec<u8>), IoError> {
         read_frame(&mut self.0, MOST_BYTES, BOUND)
     }

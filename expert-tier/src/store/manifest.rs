@@ -112,7 +112,7 @@ impl Manifest {
             return Err(ManifestError::Version { found: kind.version });
         }
         let document: Document = serde_json::from_slice(bytes)?;
-        let stated: Fingerprint = document.fingerprint.parse().map_err(json_error)?;
+        let stated = lower_hex(&document.fingerprint)?;
         let found = fingerprint_of(bytes, &document.fingerprint);
         if found != stated {
             return Err(ManifestError::Fingerprint { found, stated });
@@ -120,9 +120,8 @@ impl Manifest {
         let checksums = document
             .layers
             .iter()
-            .map(|l| l.checksums_sha256.parse::<Fingerprint>().map(|digest| digest.0))
-            .collect::<Result<_, _>>()
-            .map_err(json_error)?;
+            .map(|l| lower_hex(&l.checksums_sha256).map(|digest| digest.0))
+            .collect::<Result<_, _>>()?;
         let layout = document.layout()?;
         Ok(Self {
             fingerprint: stated,
@@ -343,6 +342,15 @@ fn find(bytes: &[u8], needle: &[u8]) -> Option<usize> {
     bytes.windows(needle.len()).position(|window| window == needle)
 }
 
+/// Reads a digest as the format has it, in lower case: one store, one text.
+fn lower_hex(text: &str) -> Result<Fingerprint, ManifestError> {
+    let digest: Fingerprint = text.parse().map_err(json_error)?;
+    if digest.to_string() != text {
+        return Err(json_error(format!("{text:?} is not in lower case")));
+    }
+    Ok(digest)
+}
+
 fn json_error(error: impl std::fmt::Display) -> ManifestError {
     ManifestError::Json(serde::de::Error::custom(error))
 }
@@ -415,6 +423,7 @@ mod tests {
             ("\"layer\": 2", "\"layer\": 1", "file of layer 1"),
             ("\"chunk_bytes\": 4096", "\"chunk_bytes\": 1000", "chunk bytes"),
             ("\"BF16\"", "\"BF17\"", "BF17"),
+            (&"01".repeat(32), &"0A".repeat(32), "lower case"),
         ] {
             let error = edited(from, to).to_string();
             assert!(error.contains(named), "{from} -> {to}: {error}");

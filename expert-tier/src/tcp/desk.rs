@@ -85,6 +85,7 @@ pub(super) struct Desk {
     /// Rung when the backend closes; streams wait on it between attempts to connect.
     closed: Condvar,
     reconnects: AtomicU64,
+    rejections: AtomicU64,
 }
 
 impl Desk {
@@ -122,11 +123,17 @@ impl Desk {
             state: Mutex::new(state),
             closed: Condvar::new(),
             reconnects: AtomicU64::new(0),
+            rejections: AtomicU64::new(0),
         }
     }
 
     pub(super) fn healthy(&self) -> bool {
         self.lock().down_since.is_none()
+    }
+
+    /// Counts a record that failed its check, and says how many have.
+    pub(super) fn count_rejection(&self) -> u64 {
+        self.rejections.fetch_add(1, Ordering::Relaxed) + 1
     }
 
     pub(super) fn reconnects(&self) -> u64 {

@@ -174,7 +174,12 @@ impl Receiver<'_> {
         let key = call.key();
         let FetchFailure { error, slot } = failure;
         if let FetchError::Mismatch { mismatch, .. } = &*error {
-            tracing::warn!(%key, %mismatch, peer = %self.desk.options.peer, "a record was rejected");
+            // A record that is damaged at the peer fails at every attempt of every fetch.
+            let so_far = self.desk.count_rejection();
+            if so_far <= 8 || so_far.is_power_of_two() {
+                tracing::warn!(%key, %mismatch, peer = %self.desk.options.peer, so_far,
+                    "a record was rejected");
+            }
             self.desk.landed(self.index, &mut call);
             if let Some(slot) = slot {
                 if self.desk.may_retry(&call) {

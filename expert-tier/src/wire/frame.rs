@@ -180,6 +180,14 @@ pub enum FrameError {
         /// The value found.
         found: u32,
     },
+    /// A request id in a frame that belongs to no request.
+    #[error("a {frame:?} frame with the request id {found}")]
+    RequestIdHere {
+        /// The frame's type.
+        frame: FrameType,
+        /// The id stated.
+        found: u64,
+    },
     /// A body shorter or longer than its type allows.
     #[error("a {frame:?} frame of {found} bytes, allowed are {least} to {most}")]
     Length {
@@ -261,6 +269,9 @@ impl FrameHeader {
             return Err(FrameError::Length { frame, found: body_bytes, least, most });
         }
         let request_id = u64::from_le_bytes([i0, i1, i2, i3, i4, i5, i6, i7]);
+        if request_id != 0 && !matches!(frame, FrameType::Fetch | FrameType::Record) {
+            return Err(FrameError::RequestIdHere { frame, found: request_id });
+        }
         Ok(Self { frame, status, request_id, body_bytes })
     }
 }
@@ -306,6 +317,16 @@ mod tests {
                     assert!(!allowed);
                 }
             }
+        }
+    }
+
+    #[test]
+    fn only_requests_and_their_answers_have_an_id() {
+        for frame in FrameType::ALL {
+            let least = frame.body_range().0;
+            let header = FrameHeader { request_id: 7, ..FrameHeader::control(frame, least) };
+            let allowed = matches!(frame, FrameType::Fetch | FrameType::Record);
+            assert_eq!(FrameHeader::decode(&header.encode()).is_ok(), allowed, "{frame:?}");
         }
     }
 
