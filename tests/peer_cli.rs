@@ -67,7 +67,7 @@ fn a_peer_serves_on_when_nobody_reads_its_stdout() {
     let mut child = peer_run(&store.path())
         .args(["--listen", "127.0.0.1:0"])
         .stdout(writer)
-        .stderr(std::process::Stdio::piped())
+        .stderr(Stdio::piped())
         .spawn()
         .expect("metrale starts");
     // It logs where it listens or ends; either ends the wait.
@@ -126,7 +126,7 @@ fn serve_on(store: &TestStore, listen: &str, args: &[&str]) -> String {
     let mut child = peer_run(&store.path())
         .args(["--listen", listen])
         .args(args)
-        .stdout(std::process::Stdio::piped())
+        .stdout(Stdio::piped())
         .spawn()
         .expect("metrale starts");
     let mut line = String::new();

@@ -106,24 +106,29 @@ impl ArenaOptions {
         // Not zero: every class has a record, and strides are at least STRIDE_ALIGN.
         let store_bytes: u128 =
             classes.iter().map(|c| u128::from(c.slot_bytes) * u128::from(c.records)).sum();
-        // One slot for the largest record comes first, the rest is shared out.
-        let shared = u128::from(arena_bytes - needed_bytes);
+        // Room for every record comes first, or where that is too much, for the largest one; the
+        // rest is shared out.
+        let whole = u128::from(arena_bytes) >= store_bytes;
+        let first = if whole { store_bytes } else { u128::from(needed_bytes) };
+        let shared = u128::from(arena_bytes) - first;
         let mut slabs: Vec<_> = classes
             .iter()
             .map(|class| {
-                let slots = shared * u128::from(class.records) / store_bytes;
+                let records = u128::from(class.records);
+                let slots = shared * records / store_bytes + if whole { records } else { 0 };
                 SlabPlan { slot_bytes: class.slot_bytes, slots: bounded(slots) }
             })
             .collect();
-        if let Some(largest) = slabs.last_mut() {
+        if let Some(largest) = slabs.last_mut().filter(|_| !whole) {
             largest.slots = bounded(u128::from(largest.slots) + 1);
         }
         let planned: u64 = slabs.iter().map(|s| s.slot_bytes * u64::from(s.slots)).sum();
         let mut left = arena_bytes.saturating_sub(planned);
         for slab in slabs.iter_mut().rev() {
-            let more = bounded(u128::from(left / slab.slot_bytes)).min(MAX_SLOTS - slab.slots);
-            slab.slots += more;
-            left -= slab.slot_bytes * u64::from(more);
+            if slab.slot_bytes <= left && slab.slots < MAX_SLOTS {
+                slab.slots += 1;
+                left -= slab.slot_bytes;
+            }
         }
         slabs.retain(|slab| slab.slots > 0);
         Ok(Self::with_slabs(slabs))
