@@ -11,8 +11,9 @@
 pub mod cli;
 mod connection;
 mod registry;
+mod sendfile;
 mod server;
 mod status;
 
-pub use server::{PeerError, PeerOptions, Server, Shutdown};
+pub use server::{Exposure, PeerError, PeerOptions, Server, Shutdown};
 pub use status::StatusReport;
