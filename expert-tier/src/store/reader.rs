@@ -140,7 +140,7 @@ impl ExpertStore {
         out: &mut [MaybeUninit<u8>],
     ) -> Result<usize, StoreError> {
         self.read_some(key, offset, out.len(), |file, place| {
-            rustix::io::pread(file, out, place).map(|(filled, _)| filled.len())
+            rustix::io::pread(file, &mut *out, place).map(|(filled, _)| filled.len())
         })
     }
 
@@ -158,17 +158,18 @@ impl ExpertStore {
         socket: impl AsFd,
     ) -> Result<usize, StoreError> {
         self.read_some(key, offset, bytes, |file, place| {
-            rustix::fs::sendfile(socket, file, Some(&mut { place }), bytes)
+            rustix::fs::sendfile(&socket, file, Some(&mut { place }), bytes)
         })
     }
 
-    /// One positional read within a record; a short one is the caller's to continue.
+    /// One positional read within a record, of at least a byte; a short one is the caller's to
+    /// continue.
     fn read_some(
         &self,
         key: ExpertKey,
         offset: u64,
         bytes: usize,
-        read: impl FnOnce(&File, u64) -> rustix::io::Result<usize>,
+        mut read: impl FnMut(&File, u64) -> rustix::io::Result<usize>,
     ) -> Result<usize, StoreError> {
         let layer = self.manifest.layout().locate(key)?;
         let stride = layer.stride();
@@ -186,13 +187,15 @@ impl ExpertStore {
         // Experts and strides are bounded, so the product is far below 2^63.
         let place = u64::from(key.expert) * stride + offset;
         let path = || self.dir.join(layer_file_name(key.layer));
-        match read(file, place) {
-            Ok(0) => Err(StoreError::Truncated { path: path(), key, at: place }),
-            Ok(count) => Ok(count),
-            Err(rustix::io::Errno::INTR) => Ok(0),
-            Err(errno) => {
-                Err(StoreError::Io { action: "read", path: path(), source: errno.into() })
-            }
+        loop {
+            return match read(file, place) {
+                Ok(0) => Err(StoreError::Truncated { path: path(), key, at: place }),
+                Ok(count) => Ok(count),
+                Err(rustix::io::Errno::INTR) => continue,
+                Err(errno) => {
+                    Err(StoreError::Io { action: "read", path: path(), source: errno.into() })
+                }
+            };
         }
     }
 }
@@ -216,4 +219,26 @@ fn open_layer(dir: &Path, layer: &LayerLayout) -> Result<File, StoreError> {
         return Err(StoreError::Length { path, found, expected });
     }
     Ok(file)
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::io::Errno;
+
+    use super::*;
+    use crate::testing::TestStore;
+
+    #[test]
+    fn a_read_that_a_signal_interrupts_is_tried_again() {
+        let store = TestStore::new(1, 2, &[5_000], 1).open();
+        let mut signals = 3;
+        let read = store.read_some(ExpertKey::new(0, 1), 0, 100, |_, _| {
+            if signals > 0 {
+                signals -= 1;
+                return Err(Errno::INTR);
+            }
+            Ok(100)
+        });
+        assert_eq!((read.unwrap(), signals), (100, 0));
+    }
 }
