@@ -7,6 +7,7 @@
 mod backend;
 mod commands;
 mod output;
+mod whole_file;
 
 use std::io;
 use std::process::ExitCode;
