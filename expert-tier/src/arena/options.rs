@@ -77,11 +77,23 @@ impl ArenaOptions {
         }
     }
 
+    /// Bytes that hold every record of `layout` at once, or `most_bytes` where that is less; never
+    /// less than the largest record needs.
+    #[must_use]
+    pub fn bytes_for(layout: &ExpertLayout, most_bytes: u64) -> u64 {
+        let store_bytes: u64 =
+            classes(layout).iter().map(|c| c.slot_bytes.saturating_mul(c.records)).sum();
+        store_bytes.min(most_bytes).max(layout.max_stride())
+    }
+
     /// Cuts `arena_bytes` into slots for the records of `layout`.
     ///
     /// One slab per stride, strides that are close sharing one; each slab gets slots in
     /// proportion to how many records it is for, and what is left over goes to the largest that
     /// still fits. There is always a slot for the largest record.
+    ///
+    /// All of `arena_bytes` is pinned, less what is not enough for a slot, however small the store
+    /// is: [`bytes_for`](Self::bytes_for) says what a store can use.
     ///
     /// # Errors
     /// `arena_bytes` is too small for one record of the largest layer.
@@ -109,10 +121,9 @@ impl ArenaOptions {
         let planned: u64 = slabs.iter().map(|s| s.slot_bytes * u64::from(s.slots)).sum();
         let mut left = arena_bytes.saturating_sub(planned);
         for slab in slabs.iter_mut().rev() {
-            if slab.slot_bytes <= left && slab.slots < MAX_SLOTS {
-                slab.slots += 1;
-                left -= slab.slot_bytes;
-            }
+            let more = bounded(u128::from(left / slab.slot_bytes)).min(MAX_SLOTS - slab.slots);
+            slab.slots += more;
+            left -= slab.slot_bytes * u64::from(more);
         }
         slabs.retain(|slab| slab.slots > 0);
         Ok(Self::with_slabs(slabs))
@@ -238,6 +249,17 @@ mod tests {
         assert!(large.slots.abs_diff(2 * small.slots) <= 3, "{small} {large}");
         assert!(bytes(&options) <= 64 << 20);
         assert!(bytes(&options) > (64 << 20) - layout.max_stride(), "{small} {large}");
+    }
+
+    #[test]
+    fn a_small_store_needs_no_more_than_room_for_all_its_records() {
+        let layout = layout(&[(10_000, 3), (50_000, 2)]);
+        let all = ArenaOptions::bytes_for(&layout, 256 << 20);
+        let options = ArenaOptions::for_layout(&layout, all).unwrap();
+        assert_eq!(options.slabs.iter().map(|s| s.slots).collect::<Vec<_>>(), [3, 2]);
+        assert_eq!(bytes(&options), all);
+        assert_eq!(ArenaOptions::bytes_for(&layout, 100_000), 100_000);
+        assert_eq!(ArenaOptions::bytes_for(&layout, 1), layout.max_stride());
     }
 
     #[test]

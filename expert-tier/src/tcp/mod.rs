@@ -56,7 +56,8 @@ pub struct TcpOptions {
     pub streams: u32,
     /// Requests in flight per connection, 1 to [`MAX_DEPTH`].
     pub depth: u32,
-    /// Longest time without the record that is due.
+    /// Longest time without the record that is due. Once no connection has been up for as long,
+    /// requests fail at once until one is back.
     pub deadline: Duration,
     /// Longest time to connect and shake hands.
     pub connect: Duration,
