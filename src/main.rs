@@ -8,6 +8,7 @@ mod backend;
 mod commands;
 mod output;
 mod values;
+mod whole_file;
 
 use std::io;
 use std::process::ExitCode;
