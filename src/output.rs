@@ -44,6 +44,12 @@ pub(crate) fn human_bytes(bytes: u64) -> String {
     if unit == "B" { format!("{bytes} B") } else { format!("{value:.1} {unit}") }
 }
 
+/// A number of things as a person reads it: `1 record`, `2 records`.
+pub(crate) fn count(number: u64, thing: &str) -> String {
+    let plural = if number == 1 { "" } else { "s" };
+    format!("{number} {thing}{plural}")
+}
+
 /// A shape as the tools print it: `[32,64]`, a scalar as `[]`.
 pub(crate) fn shape(dims: &[u64]) -> String {
     let dims: Vec<String> = dims.iter().map(ToString::to_string).collect();

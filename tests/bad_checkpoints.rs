@@ -3,8 +3,12 @@
 mod support;
 
 use std::fs;
+use std::io::Write;
+use std::num::NonZeroUsize;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use expert_tier::pack::{self, PackOptions, Source};
 use safetensors::Dtype;
 use serde_json::json;
 use support::{
@@ -13,6 +17,8 @@ use support::{
 
 const CONFIG: &str = r#"{"model_type": "small", "num_experts": 4, "num_experts_per_tok": 2}"#;
 const UP_3: &str = "model.layers.1.mlp.experts.3.up_proj.weight";
+/// The tensor that is read last.
+const LAST: &str = "model.layers.2.mlp.experts.3.up_proj.weight";
 
 struct Case {
     _dir: tempfile::TempDir,
@@ -97,6 +103,45 @@ fn a_truncated_shard_is_named_with_both_lengths() {
     case.is_refused(&[&format!("its header describes {}", whole.len())]);
     fs::write(&shard, [&whole[..], b"x"].concat()).unwrap();
     case.is_refused(&["bytes that no tensor owns", &format!("describes {}", whole.len())]);
+}
+
+/// A sound checkpoint that was written long ago, and what becomes of a pack of it during which
+/// `change` is made to the shard with the last layer.
+fn changed_while_packed(change: fn(&Path)) -> (String, usize) {
+    let case = Case::sharded();
+    let shard = case.path.join(read_index(&case.path)[LAST].as_str().unwrap());
+    let old = std::time::SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(1_000_000_000);
+    let file = fs::File::options().write(true).open(&shard).unwrap();
+    file.set_times(fs::FileTimes::new().set_modified(old)).unwrap();
+    let options = PackOptions { workers: NonZeroUsize::new(1), ..PackOptions::default() };
+    let plan = pack::plan(&Source::Checkpoint(case.path.clone()), &options).unwrap();
+    let out = case.path.with_file_name("out").join("store");
+    let once = std::sync::Once::new();
+    let outcome = pack::run(&plan, &out, &|_| once.call_once(|| change(&shard)));
+    let error = outcome.expect_err("a mixture of two checkpoints").to_string();
+    let name = shard.file_name().unwrap().to_str().unwrap();
+    assert!(error.contains(&format!("shard {name} changed while it was packed")), "{error}");
+    (error, fs::read_dir(out.parent().unwrap()).unwrap().count())
+}
+
+#[test]
+fn a_shard_that_changes_during_the_pack_is_named_and_nothing_is_published() {
+    let (error, left) = changed_while_packed(|path| {
+        fs::write(path.with_extension("new"), fs::read(path).unwrap()).unwrap();
+        fs::rename(path.with_extension("new"), path).unwrap();
+    });
+    assert!(error.contains("it was replaced or removed") && left == 0, "{error}");
+    // The same length: only its times tell.
+    let (error, left) = changed_while_packed(|path| {
+        let file = fs::File::options().write(true).open(path).unwrap();
+        file.write_all_at(&[9; 8], fs::metadata(path).unwrap().len() - 8).unwrap();
+    });
+    assert!(error.contains("it was written to") && left == 0, "{error}");
+    let (error, left) = changed_while_packed(|path| {
+        let file = fs::File::options().append(true).open(path).unwrap();
+        (&file).write_all(b"more").unwrap();
+    });
+    assert!(error.contains("its length changed") && left == 0, "{error}");
 }
 
 #[test]

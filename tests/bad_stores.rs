@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use support::{fail, metrale, run, succeed};
+use support::{fail, metrale, mkfifo, run, succeed};
 
 const SPEC: &str = "layers=2,experts=3,bytes=20000,seed=3";
 
@@ -73,6 +73,23 @@ fn a_truncated_store_is_refused_with_the_file_and_both_lengths() {
     store.is_refused(&["layer-00001.records"]);
     fs::remove_file(store.file("manifest.json")).unwrap();
     store.is_refused(&["manifest.json"]);
+}
+
+#[test]
+fn what_is_no_regular_file_in_a_store_is_named_and_not_waited_for() {
+    let store = Store::pack();
+    for name in ["layer-00001.records", "manifest.json"] {
+        let file = store.file(name);
+        fs::remove_file(&file).unwrap();
+        mkfifo(&file);
+        store.is_refused(&[name, "not a regular file but a FIFO"]);
+        fs::remove_file(&file).unwrap();
+        std::os::unix::fs::symlink("/dev/zero", &file).unwrap();
+        store.is_refused(&[name, "not a regular file but a device"]);
+        fs::remove_file(&file).unwrap();
+        fs::create_dir(&file).unwrap();
+        store.is_refused(&[name, "not a regular file but a directory"]);
+    }
 }
 
 #[test]

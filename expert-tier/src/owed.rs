@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::error::{FetchError, FetchFailure};
+use crate::error::{Bound, FetchError, FetchFailure};
 use crate::key::ExpertKey;
 use crate::tier::{Completion, CompletionQueue, Fetched, Ticket, TierKind};
 
@@ -48,7 +48,8 @@ impl Owed {
 
     /// The error of a request whose deadline has passed.
     pub(crate) fn late(&self) -> FetchError {
-        FetchError::Deadline { key: self.key, backend: self.backend, waited: self.age() }
+        let (key, backend, waited) = (self.key, self.backend, self.age());
+        FetchError::Deadline { key, backend, waited, bound: Bound::Due }
     }
 
     /// The error of a request that the backend had when it was closed.

@@ -24,7 +24,7 @@ use crate::owed::Owed;
 use crate::store::manifest::Manifest;
 use crate::store::{ExpertStore, StoreError};
 use crate::tier::{
-    Completion, CompletionQueue, ExpertTier, FetchRequest, Fetched, Source, Ticket, TierKind,
+    Completion, CompletionQueue, ExpertTier, FetchRequest, Fetched, Source, Ticket, TierKind, after,
 };
 use crate::worker::{End, Worker};
 
@@ -129,7 +129,7 @@ impl Drop for PosixTier {
             let error = owed.closed();
             self.shared.end(owed, Err(FetchFailure::new(error, slot)));
         });
-        let until = Instant::now() + self.shared.options.deadline + TICK;
+        let until = after(self.shared.options.deadline.saturating_add(TICK));
         self.readers.drain(..).for_each(|reader| reader.join_until(until));
         // What a reader that was left behind has.
         self.shared.end_reading(|_| true, Owed::closed);
@@ -175,7 +175,7 @@ impl ExpertTier for PosixTier {
     }
 
     fn poll(&self, queue: &CompletionQueue, wait: Duration) -> Option<Completion> {
-        let until = Instant::now() + wait;
+        let until = after(wait);
         loop {
             let left = until.saturating_duration_since(Instant::now());
             let completion = queue.pop(left.min(TICK));

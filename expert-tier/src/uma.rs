@@ -32,7 +32,7 @@ use crate::posix::{PosixOptions, PosixTier};
 use crate::store::manifest::{Manifest, layer_file_name};
 use crate::store::{ExpertStore, StoreError};
 use crate::tier::{
-    Completion, CompletionQueue, ExpertTier, FetchRequest, Fetched, Source, Ticket, TierKind,
+    Completion, CompletionQueue, ExpertTier, FetchRequest, Fetched, Source, Ticket, TierKind, after,
 };
 use crate::worker::{End, Worker};
 
@@ -259,7 +259,8 @@ impl Drop for RingTier {
         self.shared.closing.store(true, Ordering::Release);
         self.shared.ring.cancel(|_| true);
         // The loop and the driver's drop each take a deadline at most, and look a tick late.
-        let until = Instant::now() + self.shared.deadline * 2 + TICK * 20;
+        let most = self.shared.deadline.saturating_mul(2).saturating_add(TICK * 20);
+        let until = after(most);
         self.worker.take().into_iter().for_each(|worker| worker.join_until(until));
     }
 }

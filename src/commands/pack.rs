@@ -9,7 +9,7 @@ use expert_tier::layout::{CHUNK_BYTES_RANGE, DEFAULT_CHUNK_BYTES};
 use expert_tier::pack::{self, PackOptions, PackPlan, PackSummary, Source, SyntheticSpec};
 use serde::Serialize;
 
-use crate::output;
+use crate::output::{self, count};
 
 #[derive(clap::Args)]
 #[command(group = ArgGroup::new("source").required(true).args(["checkpoint", "synthetic"]))]
@@ -18,7 +18,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "DIR")]
     checkpoint: Option<PathBuf>,
     /// Made-up weights instead: layers=4,experts=16,bytes=1048576/65536,seed=1; bytes is the
-    /// payload of a record, cycled over layers
+    /// payload of a record, cycled over layers; seed is 0 if not given
     #[arg(long, value_name = "SPEC")]
     synthetic: Option<SyntheticSpec>,
     /// Where the store goes: nothing or an empty directory
@@ -95,17 +95,15 @@ fn report(args: &Args, plan: &PackPlan, summary: &PackSummary) -> anyhow::Result
             left_dense: &summary.left_dense,
         });
     }
-    let (layers, records) = (summary.layers, summary.records);
+    let (layers, records) =
+        (count(summary.layers as u64, "layer"), count(summary.records, "record"));
     let bytes = output::human_bytes(summary.bytes);
     let mut text = match summary.fingerprint {
         Some(fingerprint) => format!(
-            "packed {records} records of {layers} layers, {bytes}, in {seconds:.1} s\n\
+            "packed {records} of {layers}, {bytes}, in {seconds:.1} s\n\
              fingerprint {fingerprint}\n"
         ),
-        None => format!(
-            "would pack {records} records of {layers} layers, {bytes}, of a {} model\n",
-            plan.model()
-        ),
+        None => format!("would pack {records} of {layers}, {bytes}, of a {} model\n", plan.model()),
     };
     if !summary.left_dense.is_empty() {
         let names = summary.left_dense.join(", ");

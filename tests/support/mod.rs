@@ -68,6 +68,11 @@ pub(crate) fn checkpoints() -> Vec<PathBuf> {
     dirs
 }
 
+pub(crate) fn mkfifo(path: &Path) {
+    let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+    rustix::fs::mkfifoat(rustix::fs::CWD, path, mode).unwrap();
+}
+
 /// One tensor, owned.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) struct Tensor {

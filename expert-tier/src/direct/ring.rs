@@ -35,6 +35,7 @@ use io_uring::{IoUring, opcode, squeue, types};
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::table::Table;
+use crate::tier::after;
 
 /// Memory that an extent is read into.
 ///
@@ -466,7 +467,7 @@ fn clone(error: &io::Error) -> io::Error {
 impl<M, U> Drop for Driver<M, U> {
     fn drop(&mut self) {
         let core = &self.core;
-        let until = Instant::now() + core.options.drop_wait;
+        let until = after(core.options.drop_wait);
         let mut reads = core.lock().in_flight;
         while reads > 0 && Instant::now() < until {
             let left = until.saturating_duration_since(Instant::now());

@@ -8,8 +8,9 @@ use std::collections::HashMap;
 use std::fs::{self, File};
 use std::hash::{BuildHasher, RandomState};
 use std::io::{self, BufReader, Read};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
+use rustix::fs::OFlags;
 use serde::de::{DeserializeSeed, Error as _, IgnoredAny, MapAccess, Visitor};
 
 use super::PackError;
@@ -17,6 +18,7 @@ use super::config::Config;
 use super::group::{Found, Trees};
 use super::header::{EachEntry, MAX_HEADER_BYTES, read_header};
 use super::names::classify;
+use crate::files::{FileIdentity, open_regular};
 
 const INDEX: &str = "model.safetensors.index.json";
 const SINGLE: &str = "model.safetensors";
@@ -24,11 +26,41 @@ const CONFIG: &str = "config.json";
 /// Most shards; several times those of the largest checkpoint published so far.
 const MAX_SHARDS: usize = 65_536;
 
+/// A file of tensors, as it was when its header was read.
+#[derive(Debug)]
+pub(super) struct Shard {
+    /// Within the checkpoint's directory.
+    pub(super) name: String,
+    identity: FileIdentity,
+}
+
+impl Shard {
+    /// Opens the shard, which must be the file that was planned with.
+    pub(super) fn open(&self, dir: &Path) -> Result<File, PackError> {
+        let path = dir.join(&self.name);
+        let opened = open_regular(&path, OFlags::RDONLY);
+        let file = opened.map_err(PackError::io("open", &path))?;
+        self.check_unchanged(&file, dir)?;
+        Ok(file)
+    }
+
+    /// Refuses what was read from `file` if it is not what was planned with. What was read before
+    /// this call is of one state of the file with the header that says where to read.
+    pub(super) fn check_unchanged(&self, file: &File, dir: &Path) -> Result<(), PackError> {
+        let now = FileIdentity::of(file);
+        let now = now.map_err(|error| PackError::io("look at", &dir.join(&self.name))(error))?;
+        match self.identity.difference(&now) {
+            None => Ok(()),
+            Some(how) => Err(PackError::ShardChanged { shard: self.name.clone(), how }),
+        }
+    }
+}
+
 /// A checkpoint whose every header was read and found sound.
 pub(super) struct Checkpoint {
     pub(super) config: Config,
-    /// File names within the directory; tensors refer to them by position.
-    pub(super) shards: Vec<String>,
+    /// Tensors refer to them by position.
+    pub(super) shards: Vec<Shard>,
     pub(super) trees: Trees,
 }
 
@@ -47,13 +79,16 @@ impl Checkpoint {
         let shards = if indexed { Shards::of_index(&index)? } else { Shards::single(dir)? };
         let mut names = Names::default();
         let mut trees = Trees::default();
+        let mut identities = Vec::new();
         for number in 0..shards.names.len() {
-            shards.scan(dir, number, &mut names, &mut trees)?;
+            identities.push(shards.scan(dir, number, &mut names, &mut trees)?);
         }
         if indexed {
             check_index(&index, &shards.names, &names)?;
         }
-        Ok(Self { config, shards: shards.names, trees })
+        let shards = shards.names.into_iter().zip(identities);
+        let shards = shards.map(|(name, identity)| Shard { name, identity }).collect();
+        Ok(Self { config, shards, trees })
     }
 }
 
@@ -115,7 +150,7 @@ impl Shards {
         number: usize,
         names: &mut Names,
         trees: &mut Trees,
-    ) -> Result<(), PackError> {
+    ) -> Result<FileIdentity, PackError> {
         let shard = &self.names[number];
         let path = dir.join(shard);
         if let (Err(error), Some(tensor)) = (fs::metadata(&path), &self.first_tensors[number])
@@ -184,7 +219,7 @@ fn read_index(
     path: &Path,
     each: impl FnMut(String, String) -> Result<(), PackError>,
 ) -> Result<(), PackError> {
-    let file = File::open(path).map_err(PackError::io("open", path))?;
+    let file = open_regular(path, OFlags::RDONLY).map_err(PackError::io("open", path))?;
     let bytes = file.metadata().map_err(PackError::io("look at", path))?.len();
     if bytes > MAX_HEADER_BYTES {
         let why = format!("{bytes} bytes long, accepted are {MAX_HEADER_BYTES}");
@@ -238,9 +273,4 @@ impl<'de, F: FnMut(String, String) -> Result<(), PackError>> Visitor<'de> for We
         }
         if seen { Ok(()) } else { Err(A::Error::custom("it has no weight_map")) }
     }
-}
-
-/// The path of shard `number`.
-pub(super) fn shard_path(dir: &Path, shards: &[String], number: u32) -> PathBuf {
-    dir.join(&shards[number as usize])
 }

@@ -1,12 +1,13 @@
 //! What `config.json` says about experts.
 
-use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
+use rustix::fs::OFlags;
 use serde_json::{Map, Value};
 
 use super::PackError;
+use crate::files::open_regular;
 
 /// Largest `config.json` accepted.
 const MAX_BYTES: u64 = 64 << 20;
@@ -41,7 +42,7 @@ enum Count {
 
 impl Config {
     pub(super) fn read(path: &Path) -> Result<Self, PackError> {
-        let file = File::open(path).map_err(PackError::io("open", path))?;
+        let file = open_regular(path, OFlags::RDONLY).map_err(PackError::io("open", path))?;
         let mut text = Vec::new();
         file.take(MAX_BYTES + 1).read_to_end(&mut text).map_err(PackError::io("read", path))?;
         if text.len() as u64 > MAX_BYTES {

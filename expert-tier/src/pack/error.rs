@@ -54,6 +54,16 @@ pub enum PackError {
         /// The length that its header describes.
         expected: u64,
     },
+    /// A shard is not the one whose header was read.
+    #[error(
+        "shard {shard} changed while it was packed: {how}; pack again when nobody writes to it"
+    )]
+    ShardChanged {
+        /// The file.
+        shard: String,
+        /// What tells it from the one that was planned with.
+        how: &'static str,
+    },
     /// One name in two places.
     #[error("duplicate tensor {tensor}: in {first} and in {second}")]
     DuplicateTensor {

@@ -199,7 +199,9 @@ pub fn plan(source: &Source, options: &PackOptions) -> Result<PackPlan, PackErro
 /// is [`PackPlan::store_bytes`].
 ///
 /// # Errors
-/// A file cannot be read or written. Nothing is then at `out`, and nothing is left beside it.
+/// A file cannot be read or written. Nothing is then at `out`, and nothing is left beside it;
+/// except that where only the last step fails, syncing the directory that `out` lies in, the whole
+/// store is there and may be gone after a power failure.
 pub fn run(
     plan: &PackPlan,
     out: &Path,

@@ -128,7 +128,7 @@ impl Job<'_> {
             }
             previous = Some(run.layer);
         }
-        Ok(())
+        reader.finish()
     }
 
     fn write_run(
@@ -142,7 +142,7 @@ impl Job<'_> {
         let mut crcs = ChunkCrcs::new(layer.chunk_bytes());
         for expert in run.experts.clone() {
             if expert + 1 < run.experts.end {
-                reader.will_need(layer, run.layer, expert + 1);
+                reader.will_need(layer, run.layer, expert + 1)?;
             }
             blocks.zeros(layer.header_bytes())?;
             let mut done = 0;

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use crate::error::{FetchError, FetchFailure};
+use crate::error::{Bound, FetchError, FetchFailure};
 use crate::record::Mismatch;
 use crate::store::manifest::Manifest;
 use crate::tier::{Completion, CompletionQueue, ExpertTier, FetchRequest, Ticket, TierKind};
@@ -58,7 +58,9 @@ impl<T: ExpertTier> FaultyTier<T> {
         let backend = self.kind();
         let origin = "a fault asked for".to_owned();
         let error = match fault {
-            Fault::Deadline => FetchError::Deadline { key, backend, waited: self.deadline() },
+            Fault::Deadline => {
+                FetchError::Deadline { key, backend, waited: self.deadline(), bound: Bound::Due }
+            }
             Fault::Unreachable => {
                 FetchError::Unreachable { key, peer: origin.clone(), reason: origin, attempts: 1 }
             }
@@ -89,6 +91,10 @@ impl<T: ExpertTier> ExpertTier for FaultyTier<T> {
 
     fn deadline(&self) -> Duration {
         self.inner.deadline()
+    }
+
+    fn bound(&self) -> Duration {
+        self.inner.bound()
     }
 
     fn submit(&self, batch: &mut Vec<FetchRequest>, queue: &CompletionQueue) {
