@@ -130,7 +130,9 @@ impl Drop for PosixTier {
             self.shared.end(owed, Err(FetchFailure::new(error, slot)));
         });
         let until = after(self.shared.options.deadline.saturating_add(TICK));
-        self.readers.drain(..).for_each(|reader| reader.join_until(until));
+        for reader in self.readers.drain(..) {
+            reader.join_until(until);
+        }
         // What a reader that was left behind has.
         self.shared.end_reading(|_| true, Owed::closed);
     }

@@ -261,7 +261,7 @@ impl Drop for RingTier {
         // The loop and the driver's drop each take a deadline at most, and look a tick late.
         let most = self.shared.deadline.saturating_mul(2).saturating_add(TICK * 20);
         let until = after(most);
-        self.worker.take().into_iter().for_each(|worker| worker.join_until(until));
+        self.worker.take().and_then(|worker| worker.join_until(until));
     }
 }
 
@@ -465,8 +465,8 @@ impl Shared {
         }
         self.healthy.store(false, Ordering::Relaxed);
         let path = self.store.dir().join(layer_file_name(key.layer));
-        // A direct read that ends between two blocks cannot be continued there: the kernel calls
-        // that an argument at fault. So the file's length tells what happened.
+        // A direct read that ends between two blocks is continued there, which some file systems
+        // call the end and others an argument at fault. So the file's length has the last word.
         let layer = self.store.manifest().layout().locate(key);
         let end = layer.map_or(0, |layer| (u64::from(key.expert) + 1) * layer.stride());
         let at = path.metadata().map_or(0, |found| found.len());

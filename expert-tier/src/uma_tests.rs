@@ -123,6 +123,19 @@ fn closing_is_bounded_though_a_read_hangs_and_its_slot_is_not_used_again() {
 }
 
 #[test]
+fn the_reader_of_a_backend_that_closes_ends_though_its_read_does_not() {
+    let mut piped = Piped::new(DEADLINE);
+    let arena = small_arena(1);
+    let queue = CompletionQueue::new();
+    piped.submit(&arena, &[FIRST], &queue);
+    piped.wait_for_read();
+    let mut tier = piped.tier.take().expect("not closed yet");
+    let worker = tier.worker.take().expect("the reader's thread");
+    drop(tier);
+    assert_eq!(worker.join_until(Instant::now() + BOUND), Some(End::Stuck));
+}
+
+#[test]
 fn a_read_that_ends_while_the_backend_closes_gives_its_slot_back() {
     let mut piped = Piped::new(BOUND);
     let arena = small_arena(1);
@@ -149,7 +162,9 @@ fn requests_end_though_the_reader_panics() {
     store.flip_bit(FIRST, 4096);
     let meters = Meters::new();
     meters.on("metrale_mismatch_total", || panic!("asked to panic"));
-    let open = || UmaTier::open(&store.path(), &UmaOptions::default());
+    // One read at a time, so that the others wait when the first panics.
+    let options = UmaOptions { depth: 1, ..UmaOptions::default() };
+    let open = || UmaTier::open(&store.path(), &options);
     let tier = metrics::with_local_recorder(&meters, open).unwrap();
     assert_eq!(tier.path(), UmaPath::Plain);
     let arena = small_arena(9);

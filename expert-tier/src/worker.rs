@@ -36,11 +36,12 @@ impl Worker {
     }
 
     /// Waits for the thread to end, at most until `until`; then leaves it to itself. Says in the
-    /// log what was not as it should be.
-    pub(crate) fn join_until(self, until: Instant) {
+    /// log what was not as it should be; `None` of a thread that panicked or was still busy.
+    pub(crate) fn join_until(self, until: Instant) -> Option<End> {
         let thread = self.thread.thread().name().unwrap_or_default().to_owned();
         let ended = self.ended.into_inner().unwrap_or_else(PoisonError::into_inner);
-        match ended.recv_timeout(until.saturating_duration_since(Instant::now())) {
+        let end = ended.recv_timeout(until.saturating_duration_since(Instant::now()));
+        match end {
             Ok(End::Clean) | Err(RecvTimeoutError::Disconnected) => {
                 if self.thread.join().is_err() {
                     tracing::error!(thread, "the backend's thread had panicked");
@@ -50,6 +51,7 @@ impl Worker {
                 tracing::error!(thread, "the backend's thread hangs in a read: it is left behind");
             }
         }
+        end.ok()
     }
 }
 
@@ -68,7 +70,8 @@ mod tests {
             let _opened = gate.recv();
             End::Clean
         });
-        worker.unwrap().join_until(start + Duration::from_millis(50));
+        let bound = start + Duration::from_millis(50);
+        assert_eq!(worker.unwrap().join_until(bound), None);
         assert!(start.elapsed() >= Duration::from_millis(50));
         drop(open);
     }
@@ -77,8 +80,9 @@ mod tests {
     fn a_thread_that_ends_or_panics_is_not_waited_for_longer() {
         let start = Instant::now();
         let until = start + Duration::from_secs(60);
-        Worker::start("ends".into(), || End::Clean).unwrap().join_until(until);
-        Worker::start("panics".into(), || panic!("on purpose")).unwrap().join_until(until);
+        let end = |worker: io::Result<Worker>| worker.unwrap().join_until(until);
+        assert_eq!(end(Worker::start("ends".into(), || End::Clean)), Some(End::Clean));
+        assert_eq!(end(Worker::start("panics".into(), || panic!("on purpose"))), None);
         assert!(start.elapsed() < Duration::from_secs(30));
     }
 }
