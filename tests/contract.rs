@@ -56,3 +56,44 @@ mod tcp_over_four_streams {
 mod faulty_without_faults_over_tcp {
     expert_tier::contract_suite!(|| super::make(2, super::FaultyTier::new));
 }
+
+#[cfg(feature = "unverified")]
+mod unverified {
+    use std::time::Duration;
+
+    use expert_tier::error::FetchError;
+    use expert_tier::key::ExpertKey;
+    use expert_tier::testing::small_arena;
+    use expert_tier::tier::{CompletionQueue, FetchRequest, Landed};
+
+    use super::*;
+
+    const BOUND: Duration = Duration::from_secs(20);
+
+    #[test]
+    fn a_record_that_is_not_checked_is_no_residency() {
+        let harness = make(1, |tier| tier);
+        let (tier, arena) = (harness.tier(), small_arena(1));
+        let queue = CompletionQueue::new();
+        let key = ExpertKey::new(1, 3);
+        let submit = || {
+            let slot = arena.acquire(1, BOUND).expect("a free slot").without_check();
+            tier.submit(&mut vec![FetchRequest::new(key, slot)], &queue);
+        };
+        // Damage that nobody is asked to find.
+        harness.store().flip_bit(key, 300_000);
+        submit();
+        match tier.poll_landed(&queue, BOUND) {
+            Some(Landed::Unchecked(record)) => {
+                assert_eq!((record.key(), record.payload_bytes()), (key, 700_001));
+            }
+            other => panic!("{other:?}"),
+        }
+        assert_eq!(arena.free_slots(), 1);
+        // Whoever takes records alone gets none.
+        submit();
+        let failure = tier.poll(&queue, BOUND).expect("a completion").outcome.unwrap_err();
+        assert!(matches!(*failure.error, FetchError::Unchecked { .. }), "{failure}");
+        assert!(failure.slot.is_some());
+    }
+}
