@@ -8,7 +8,6 @@ mod backend;
 mod commands;
 mod output;
 
-use std::io;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
@@ -55,17 +54,10 @@ fn main() -> ExitCode {
     match outcome {
         Ok(status) => status,
         // Whoever read our output had enough of it.
-        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) if output::is_unread(&error) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("metrale: {}", one_line(&error));
             exit_code(&error)
         }
     }
-}
-
-fn is_broken_pipe(error: &anyhow::Error) -> bool {
-    error
-        .chain()
-        .filter_map(|cause| cause.downcast_ref::<io::Error>())
-        .any(|cause| cause.kind() == io::ErrorKind::BrokenPipe)
 }
