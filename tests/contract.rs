@@ -5,35 +5,13 @@ mod peer_support;
 use std::path::PathBuf;
 
 use expert_tier::tcp::{TcpOptions, TcpTier};
-use expert_tier::testing::contract::Harness;
+use expert_tier::testing::contract::Backed;
 use expert_tier::testing::{FaultyTier, TestStore};
-use expert_tier::tier::ExpertTier;
 use expert_tier::wire::Secret;
 
 use peer_support::process::Peer;
 
-struct Remote<T> {
-    // Closed before the peer is killed, as a runtime would.
-    tier: Option<T>,
-    _peer: Peer,
-    store: TestStore,
-}
-
-impl<T: ExpertTier> Harness for Remote<T> {
-    fn tier(&self) -> &dyn ExpertTier {
-        self.tier.as_ref().expect("the backend has not been closed")
-    }
-
-    fn store(&self) -> &TestStore {
-        &self.store
-    }
-
-    fn close(&mut self) {
-        self.tier = None;
-    }
-}
-
-fn make<T>(streams: u32, wrap: impl FnOnce(TcpTier) -> T) -> Remote<T> {
+fn make<T>(streams: u32, wrap: impl FnOnce(TcpTier) -> T) -> Backed<T, Peer> {
     let store = TestStore::mixed(1);
     let secret: PathBuf = store.scratch().join("secret");
     std::fs::write(&secret, "the secret of the contract's tests\n").expect("a file of ours");
@@ -42,7 +20,7 @@ fn make<T>(streams: u32, wrap: impl FnOnce(TcpTier) -> T) -> Remote<T> {
     // Defaults but for the streams: the contract must hold as users run it.
     let options = TcpOptions { streams, secret, ..TcpOptions::new(peer.address()) };
     let tier = TcpTier::connect(options).expect("a peer that listens");
-    Remote { tier: Some(wrap(tier)), _peer: peer, store }
+    Backed::keeping(peer, store, wrap(tier))
 }
 
 mod tcp_over_one_stream {
@@ -63,6 +41,7 @@ mod unverified {
 
     use expert_tier::error::FetchError;
     use expert_tier::key::ExpertKey;
+    use expert_tier::testing::contract::Harness;
     use expert_tier::testing::small_arena;
     use expert_tier::tier::{CompletionQueue, FetchRequest, Landed};
 
