@@ -47,7 +47,9 @@ use railset::BackoffSettings;
 use crate::error::{FetchError, FetchFailure};
 use crate::fingerprint::Fingerprint;
 use crate::store::manifest::Manifest;
-use crate::tier::{self, Completion, CompletionQueue, ExpertTier, FetchRequest, Ticket, TierKind};
+use crate::tier::{
+    self, Completion, CompletionQueue, ExpertTier, FetchRequest, Outcome, Ticket, TierKind,
+};
 use crate::wire::Secret;
 use crate::wire::handshake::Goal;
 use call::{Call, Pending};
@@ -148,6 +150,23 @@ impl TcpTier {
     }
 }
 
+impl TcpTier {
+    /// Streams may all be busy connecting; the caller's own wait then watches the bounds.
+    fn poll_by<T>(&self, wait: Duration, pop: impl Fn(Duration) -> Option<T>) -> Option<T> {
+        let until = tier::after(wait);
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            if let Some(popped) = pop(left.min(TICK)) {
+                return Some(popped);
+            }
+            self.desk.expire();
+            if left.is_zero() {
+                return pop(Duration::ZERO);
+            }
+        }
+    }
+}
+
 impl Drop for TcpTier {
     fn drop(&mut self) {
         self.desk.close();
@@ -199,8 +218,8 @@ impl ExpertTier for TcpTier {
                     continue;
                 }
             };
-            self.desk.accounts.failed(&refused.error);
-            queue.push(Completion { ticket, key, outcome: Err(refused) });
+            let (accounts, outcome) = (&self.desk.accounts, Outcome::Failed(refused));
+            accounts.complete(queue, (ticket, key), submitted.elapsed(), outcome);
         }
         self.desk.dispatch();
     }
@@ -210,17 +229,11 @@ impl ExpertTier for TcpTier {
     }
 
     fn poll(&self, queue: &CompletionQueue, wait: Duration) -> Option<Completion> {
-        // Streams may all be busy connecting; the caller's own wait then watches the bounds.
-        let until = tier::after(wait);
-        loop {
-            let left = until.saturating_duration_since(Instant::now());
-            if let Some(completion) = queue.pop(left.min(TICK)) {
-                return Some(completion);
-            }
-            self.desk.expire();
-            if left.is_zero() {
-                return queue.pop(Duration::ZERO);
-            }
-        }
+        self.poll_by(wait, |wait| queue.pop(wait))
+    }
+
+    #[cfg(feature = "unverified")]
+    fn poll_landed(&self, queue: &CompletionQueue, wait: Duration) -> Option<tier::Landed> {
+        self.poll_by(wait, |wait| queue.pop_landed(wait))
     }
 }
