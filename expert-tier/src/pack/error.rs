@@ -92,6 +92,16 @@ pub enum PackError {
         /// Where the index says it is.
         stated: String,
     },
+    /// A file that no shard is has experts of the model.
+    #[error("{file} holds {tensor}, and {why}: move it elsewhere, or have the index name it")]
+    Stray {
+        /// The file.
+        file: String,
+        /// An expert's tensor in it.
+        tensor: String,
+        /// Why it is none of the shards.
+        why: String,
+    },
     /// A tensor that looks like an expert's and fits no known structure.
     #[error("{tensor} looks like an expert tensor and is not understood: {why}")]
     NotUnderstood {

@@ -90,18 +90,23 @@ impl Trees {
         }
     }
 
-    /// Lays out the main tree: the one with most MoE layers, then most layers, then first by name.
+    /// The prefix of the tree that is packed: of those with experts the one with most MoE layers,
+    /// then most layers, then the first by name.
+    pub(super) fn main(&self) -> Option<&str> {
+        let size = |tree: &Tree| (tree.moe.len(), tree.layers.len());
+        // `rev`, since of equal maxima the last is taken.
+        let main = self.0.iter().rev().max_by_key(|(_, tree)| size(tree));
+        main.filter(|(_, tree)| !tree.moe.is_empty()).map(|(prefix, _)| prefix.as_str())
+    }
+
+    /// Lays out the main tree.
     pub(super) fn records(
         self,
         path: &Path,
         config: &Config,
         chunk_bytes: u32,
     ) -> Result<Records, PackError> {
-        let size = |tree: &Tree| (tree.moe.len(), tree.layers.len());
-        // `rev`, since of equal maxima the last is taken.
-        let main = self.0.iter().rev().max_by_key(|(_, tree)| size(tree));
-        let main = main.filter(|(_, tree)| !tree.moe.is_empty()).map(|(prefix, _)| prefix.clone());
-        let Some(main) = main else { return Err(dense(path, config)) };
+        let Some(main) = self.main().map(str::to_owned) else { return Err(dense(path, config)) };
         let mut left_dense = Vec::new();
         let (mut layers, mut sources) = (Vec::new(), Vec::new());
         for (prefix, tree) in self.0 {
