@@ -202,6 +202,22 @@ fn a_config_that_disagrees_with_the_tensors_is_named_with_both_numbers() {
     ] {
         Case::single(config, |_| {}).is_refused(&[key, "has 4 experts", "model.layers."]);
     }
+    for (config, why) in [
+        (r#"{"num_experts": "4"}"#, r#"config.json: num_experts is "4", expected"#),
+        (r#"{"text_config": {"n_routed_experts": -1}}"#, "text_config.n_routed_experts is -1"),
+        (r#"{"num_local_experts": [4, 4, null, 4]}"#, "neither per layer"),
+    ] {
+        let case = Case::single(config, |checkpoint| {
+            for layer in [5, 7] {
+                let name = format!("model.layers.{layer}.mlp.experts.w");
+                checkpoint.add(name, Dtype::BF16, &[4, 2]);
+            }
+            checkpoint.0.retain(|name, _| !name.starts_with("model.layers.1."));
+        });
+        case.is_refused(&[why]);
+    }
+    Case::single(&format!("{{\"a\": \"{}\"}}", "x".repeat(4 << 20)), |_| {})
+        .is_refused(&["config.json: longer than 4194304 bytes"]);
     let fused = |config: &str, dim| {
         Case::single(config, move |c| {
             c.0.retain(|name, _| !name.contains("experts"));

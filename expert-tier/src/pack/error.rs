@@ -137,8 +137,8 @@ pub enum PackError {
     ExpertCount {
         /// The key in `config.json`.
         key: String,
-        /// Its value.
-        stated: u64,
+        /// Its value, or what it comes to.
+        stated: String,
         /// The layer's number.
         layer: u32,
         /// How many experts its tensors make.

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use super::PackError;
-use super::config::Config;
+use super::config::{Config, Disagreement};
 use super::header::Entry;
 use super::names::{Place, Role};
 use super::source::{LayerSource, Spot, TensorSource};
@@ -277,8 +277,10 @@ impl Layer {
             return Err(context.not_understood(name, why));
         }
         let (numbers, position) = (context.numbers, context.position);
-        if let Some((key, stated)) = context.config.disagrees(numbers, position, count) {
-            let (key, layer) = (key.to_string(), context.number);
+        if let Some(Disagreement { key, stated }) =
+            context.config.disagrees(numbers, position, count)
+        {
+            let layer = context.number;
             return Err(PackError::ExpertCount {
                 key,
                 stated,
