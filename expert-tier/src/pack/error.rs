@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 
 use crate::layout::LayoutError;
 
-/// Why a checkpoint could not be packed. Nothing is left behind at the output path.
+/// Why a checkpoint could not be packed. Nothing is left behind at the output path, except by
+/// [`Unsynced`](Self::Unsynced).
 #[derive(Debug, thiserror::Error)]
 pub enum PackError {
     /// A system call on a file failed.
@@ -172,6 +173,33 @@ pub enum PackError {
         path: PathBuf,
         /// Why not.
         why: String,
+    },
+    /// A worker's block cannot be allocated.
+    #[error("no memory for a block of {bytes} bytes: ask for fewer --workers")]
+    Memory {
+        /// Its length.
+        bytes: usize,
+    },
+    /// The pack was told to stop.
+    #[error("interrupted: nothing was written to {}", out.display())]
+    Interrupted {
+        /// Where the store was to be.
+        out: PathBuf,
+    },
+    /// The last step failed; unlike after every other error, the store is there.
+    #[error(
+        "the store is at {} and complete, but {} could not be synced: {source}; after a power \
+         failure the store may be gone",
+        out.display(),
+        parent.display()
+    )]
+    Unsynced {
+        /// The store.
+        out: PathBuf,
+        /// The directory that it lies in.
+        parent: PathBuf,
+        /// What the system said.
+        source: io::Error,
     },
     /// The file system is too full.
     #[error(
