@@ -7,6 +7,7 @@
 mod backend;
 mod commands;
 mod output;
+mod signals;
 mod values;
 mod whole_file;
 

@@ -14,6 +14,7 @@ use serde::Serialize;
 
 use crate::backend::{Backend, BackendArgs};
 use crate::output::{self, count};
+use crate::signals;
 use crate::whole_file::write_whole;
 
 /// Longest wait for a completion or a slot before the program looks at the clock again.
@@ -94,6 +95,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         let fetched = fetch_one(&backend, ExpertKey::new(layer, expert))?;
         report.count(&fetched);
         if let Some(path) = &args.out {
+            signals::survive_file_limit()?;
             write_whole(path, fetched.residency.payload())
                 .with_context(|| format!("cannot write {}", path.display()))?;
         }
