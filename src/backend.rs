@@ -53,6 +53,10 @@ pub(crate) struct BackendArgs {
     /// Longest wait for the record that is due [default: 2000] [env: METRALE_EXPERT_DEADLINE_MS]
     #[arg(long = "expert-deadline-ms", visible_alias = "deadline-ms", value_name = "MS")]
     deadline_ms: Option<u64>,
+    /// Longest time from asking a peer for a record to its end [default: 30000]
+    /// [env: METRALE_EXPERT_TOTAL_MS]
+    #[arg(long = "expert-total-ms", visible_alias = "total-ms", value_name = "MS")]
+    total_ms: Option<u64>,
     /// Longest time to connect and shake hands [default: 1000] [env: METRALE_EXPERT_CONNECT_MS]
     #[arg(long = "expert-connect-ms", visible_alias = "connect-ms", value_name = "MS")]
     connect_ms: Option<u64>,
@@ -165,10 +169,12 @@ impl BackendArgs {
         let peer = setting(self.peer.clone(), &env::EXPERT_PEER)?;
         let HostPort(peer) = peer.ok_or_else(|| missing("rdma", "a peer", &env::EXPERT_PEER))?;
         let connect_ms = number(self.connect_ms, &env::EXPERT_CONNECT_MS, 1..=600_000, 1000)?;
+        let total_ms = number(self.total_ms, &env::EXPERT_TOTAL_MS, 1..=3_600_000, 30_000)?;
         Ok(TcpOptions {
             streams: number(self.streams, &env::EXPERT_STREAMS, 1..=16, 2)?,
             depth: number(self.depth, &env::EXPERT_DEPTH, 1..=512, 16)?,
             deadline: self.deadline()?,
+            total: Duration::from_millis(total_ms),
             connect: Duration::from_millis(connect_ms),
             attempts: number(self.attempts, &env::EXPERT_ATTEMPTS, 1..=100, 3)?,
             secret: self.secret.read()?,

@@ -5,7 +5,7 @@ mod peer_support;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 
 use expert_tier::testing::TestStore;
 use rustix::process::{Pid, Signal, kill_process};
@@ -67,7 +67,7 @@ fn a_peer_serves_on_when_nobody_reads_its_stdout() {
     let mut child = peer_run(&store.path())
         .args(["--listen", "127.0.0.1:0"])
         .stdout(writer)
-        .stderr(std::process::Stdio::piped())
+        .stderr(Stdio::piped())
         .spawn()
         .expect("metrale starts");
     // It logs where it listens or ends; either ends the wait.
@@ -126,7 +126,7 @@ fn serve_on(store: &TestStore, listen: &str, args: &[&str]) -> String {
     let mut child = peer_run(&store.path())
         .args(["--listen", listen])
         .args(args)
-        .stdout(std::process::Stdio::piped())
+        .stdout(Stdio::piped())
         .spawn()
         .expect("metrale starts");
     let mut line = String::new();
@@ -298,4 +298,42 @@ fn the_metrics_of_a_peer_grow_with_what_it_does() {
     wait_until("the client's leaving to be seen", || {
         sample(&scrape(&metrics), "metrale_peer_clients") == 0.0
     });
+}
+
+#[test]
+fn strangers_at_the_metrics_port_hold_neither_the_peer_nor_the_metrics_up() {
+    let store = small_store(95);
+    let free = TcpListener::bind("127.0.0.1:0").unwrap();
+    let metrics = free.local_addr().unwrap().to_string();
+    drop(free);
+    let peer = Peer::start(&store.path(), &["--metrics-listen", &metrics]);
+    scrape(&metrics);
+    let before = peer.resources().1;
+    let strangers: Vec<_> = (0..60).map(|_| TcpStream::connect(&metrics).unwrap()).collect();
+    // Sixteen places at most, and each is free again after a few seconds.
+    scrape(&metrics);
+    assert!(peer.resources().1 <= before + 20, "{} more", peer.resources().1 - before);
+    assert_eq!(peer.status().records, store.open().manifest().layout().records());
+    drop(strangers);
+}
+
+#[test]
+fn a_log_that_cannot_be_written_ends_nothing() {
+    let full = || std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let status = metrale().args(["inspect", "nowhere"]).stderr(full()).status().unwrap();
+    assert_eq!(status.code(), Some(1));
+
+    let store = small_store(96);
+    let mut command = peer_run(&store.path());
+    command.args(["--listen", "127.0.0.1:0"]).stderr(full()).stdout(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let address = line.trim().strip_prefix("listening on ").expect("the peer serves").to_owned();
+    for _ in 0..3 {
+        let all = ["fetch", "--all", "--expert-backend", "rdma", "--peer", &address];
+        assert!(run(&all).status.success());
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
 }

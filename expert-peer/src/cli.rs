@@ -10,14 +10,14 @@ use std::time::Duration;
 use anyhow::Context;
 use clap::Args;
 use gpu_sys::env;
-use metrics_exporter_prometheus::PrometheusBuilder;
 use signal_hook::consts::{SIGINT, SIGTERM};
 
-use crate::meters;
 pub use crate::program::{
-    HostPort, LOG_HELP, UsageError, exit_code, one_line, read_secret, start_logging, store_error,
+    HostPort, LOG_HELP, UsageError, complain, exit_code, one_line, read_secret, start_logging,
+    store_error,
 };
 use crate::server::{Exposure, PeerError, PeerOptions, Server, Shutdown};
+use crate::{meters, metrics_http};
 
 /// Flags of a peer.
 #[derive(Args, Debug)]
@@ -62,9 +62,7 @@ pub struct RunArgs {
 pub fn run(args: &RunArgs) -> anyhow::Result<()> {
     if let Some(wish) = &args.metrics_listen {
         let address = resolve(wish).with_context(|| format!("cannot serve metrics on {wish}"))?;
-        PrometheusBuilder::new()
-            .with_http_listener(address)
-            .install()
+        let address = metrics_http::serve(address)
             .with_context(|| format!("cannot serve metrics on {address}"))?;
         meters::describe();
         tracing::info!(%address, "metrics at /metrics");

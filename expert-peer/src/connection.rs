@@ -12,15 +12,15 @@ use expert_tier::store::StoreError;
 use expert_tier::wire::frame::{
     FrameError, FrameHeader, FrameType, HEADER_BYTES, MAX_TEXT_BYTES, Status,
 };
-use expert_tier::wire::handshake::{HandshakeError, ServerHandshake, clip, encode_frame, refusal};
-use expert_tier::wire::io::{IoError, read_frame, write_all};
+use expert_tier::wire::handshake::{HandshakeError, ServerHandshake, clip, refusal};
+use expert_tier::wire::io::{Clock, IoError, read_frame, write_all};
 use expert_tier::wire::message::{FETCH_BYTES, Welcome, decode_fetch};
 use metrics::{Counter, Histogram, counter, histogram};
 use rand::Rng;
-use rustix::io::Errno;
 use socket2::{SockRef, TcpKeepalive};
 
 use crate::registry::Place;
+use crate::sendfile::{Whose, whose};
 use crate::server::Shared;
 
 /// Records up to this size pass through the connection's buffer: one read and one send cost less
@@ -34,6 +34,10 @@ const SEND_BYTES: usize = 4 << 20;
 const LINGER: Duration = Duration::from_secs(1);
 /// How often an idle connection looks whether the peer is shutting down.
 const TICK: Duration = Duration::from_millis(200);
+
+/// The flags that errors name.
+const HANDSHAKE_MS: &str = "--handshake-ms";
+const STALL_MS: &str = "--stall-ms";
 
 /// Why a connection ended.
 #[derive(Debug, thiserror::Error)]
@@ -50,9 +54,9 @@ enum End {
     Io(#[from] IoError),
     #[error("the connection failed: {0}")]
     Socket(#[from] io::Error),
-    #[error("the client asked for nothing within {0} ms")]
+    #[error("the client asked for nothing within {0} ms; {HANDSHAKE_MS} bounds this")]
     Idle(u128),
-    #[error("the client took no bytes for {0} ms")]
+    #[error("the client took no bytes for {0} ms; {STALL_MS} bounds this")]
     Stalled(u128),
     #[error("{0}")]
     Store(#[from] StoreError),
@@ -172,17 +176,14 @@ impl Connection {
         rand::rng().fill_bytes(&mut nonce);
         let secret = self.shared.options.secret.clone();
         let mut handshake = ServerHandshake::new(secret, nonce, welcome);
-        let bound = self.shared.options.handshake;
-        let start = Instant::now();
+        let clock = Clock::start(self.shared.options.handshake, HANDSHAKE_MS);
         loop {
-            let left = bound.saturating_sub(start.elapsed());
-            let (header, body) = match read_frame(&mut self.socket, MAX_TEXT_BYTES, left) {
+            let (header, body) = match read_frame(&mut self.socket, MAX_TEXT_BYTES, &clock) {
                 Err(IoError::Frame(error)) => return Err(error.into()),
                 other => other?,
             };
             let step = handshake.on_frame(&header, &body)?;
-            let left = bound.saturating_sub(start.elapsed());
-            write_all(&mut self.socket, &step.send, left)?;
+            write_all(&mut self.socket, &step.send, &clock)?;
             self.client_id = step.client_id.unwrap_or(self.client_id);
             if step.done {
                 self.place.welcomed();
@@ -292,42 +293,36 @@ impl Connection {
     }
 
     /// Sends the record from byte `done` on, straight from the page cache: over loopback that moves
-    /// the bytes once instead of three times. A failed read ends the connection here: the length
-    /// has been promised, and a client must never take filler for weights.
+    /// the bytes once instead of three times. A file system without `sendfile` gets its records
+    /// sent through the buffer. A failed read ends the connection here: the length has been
+    /// promised, and a client must never take filler for weights.
     fn send_rest(&mut self, key: ExpertKey, record_bytes: u64, mut done: u64) -> Result<(), End> {
-        while done < record_bytes {
+        while done < record_bytes && !self.shared.sendfile.is_refused() {
             let left = usize::try_from(record_bytes - done).unwrap_or(SEND_BYTES);
-            let sent = self.shared.store.send_at(key, done, left.min(SEND_BYTES), &self.socket);
-            done += match sent {
-                Ok(count) => count,
-                Err(error) => self.send_failed(error, key, record_bytes, done)?,
-            } as u64;
+            match self.shared.store.send_at(key, done, left.min(SEND_BYTES), &self.socket) {
+                Ok(count) => done += count as u64,
+                Err(error) => match whose(&error) {
+                    Whose::Sendfile => self.shared.sendfile.refuse(&error),
+                    Whose::Client => return Err(End::Closed),
+                    Whose::Stall => {
+                        return Err(End::Stalled(self.shared.options.stall.as_millis()));
+                    }
+                    Whose::Network(error) => return Err(End::Socket(error)),
+                    Whose::Store => return Err(error.into()),
+                },
+            }
+        }
+        if done < record_bytes {
+            self.shared.sendfile.count_fallback();
+        }
+        while done < record_bytes {
+            let left = usize::try_from(record_bytes - done).unwrap_or(BUFFER_BYTES);
+            let piece = left.min(BUFFER_BYTES);
+            self.shared.store.read_at(key, done, &mut self.buffer[..piece])?;
+            self.send(piece)?;
+            done += piece as u64;
         }
         Ok(())
-    }
-
-    /// Sorts out whose failure a failed `sendfile` is. A file system without it gets its records
-    /// sent through the buffer.
-    fn send_failed(
-        &mut self,
-        error: StoreError,
-        key: ExpertKey,
-        record_bytes: u64,
-        done: u64,
-    ) -> Result<usize, End> {
-        let StoreError::Io { source, .. } = &error else { return Err(error.into()) };
-        match source.raw_os_error().map(Errno::from_raw_os_error) {
-            Some(Errno::AGAIN) => Err(End::Stalled(self.shared.options.stall.as_millis())),
-            Some(Errno::PIPE | Errno::CONNRESET) => Err(End::Closed),
-            Some(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {
-                let left = usize::try_from(record_bytes - done).unwrap_or(BUFFER_BYTES);
-                let piece = left.min(BUFFER_BYTES);
-                self.shared.store.read_at(key, done, &mut self.buffer[..piece])?;
-                self.send(piece)?;
-                Ok(piece)
-            }
-            _ => Err(error.into()),
-        }
     }
 
     fn answer_error(
@@ -353,9 +348,11 @@ impl Connection {
         counter!("metrale_peer_requests_total", "status" => status.name()).increment(1);
     }
 
+    /// Sends a frame without copying its body, which may be a manifest of many megabytes.
     fn send_control(&self, frame: FrameType, body: &[u8]) -> Result<(), End> {
-        let bytes = encode_frame(frame, Status::Ok, body);
-        send_all(&self.socket, &bytes, self.shared.options.stall)
+        let header = FrameHeader::control(frame, body.len() as u64).encode();
+        send_all(&self.socket, &header, self.shared.options.stall)?;
+        send_all(&self.socket, body, self.shared.options.stall)
     }
 
     /// Sends the first `bytes` of the buffer.
@@ -391,7 +388,8 @@ impl Connection {
                 return Err(End::Idle(limit.as_millis()));
             }
             if done > 0 && begun.get_or_insert_with(Instant::now).elapsed() > limit {
-                return Err(End::Io(IoError::Deadline { waited: limit }));
+                let (bound, setting) = (limit, HANDSHAKE_MS);
+                return Err(End::Io(IoError::Deadline { bound, setting }));
             }
         }
         Ok(())

@@ -11,10 +11,12 @@
 pub mod cli;
 mod connection;
 mod meters;
+mod metrics_http;
 mod program;
 mod registry;
+mod sendfile;
 mod server;
 mod status;
 
-pub use server::{PeerError, PeerOptions, Server, Shutdown};
+pub use server::{Exposure, PeerError, PeerOptions, Server, Shutdown};
 pub use status::StatusReport;

@@ -15,11 +15,15 @@ struct Command {
 }
 
 fn main() -> ExitCode {
+    gpu_sys::limits::raise_open_files();
     expert_peer::cli::start_logging();
     match expert_peer::cli::run(&Command::parse().args) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("expert-peer: {}", expert_peer::cli::one_line(&error));
+            expert_peer::cli::complain(format_args!(
+                "expert-peer: {}",
+                expert_peer::cli::one_line(&error)
+            ));
             expert_peer::cli::exit_code(&error)
         }
     }

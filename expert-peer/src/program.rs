@@ -105,6 +105,9 @@ pub fn start_logging() {
         .with_env_filter(EnvFilter::new(usable))
         .with_writer(io::stderr)
         .with_ansi(io::stderr().is_terminal())
+        // A log that cannot be written (a full disk, a reader that left) must not end what it is
+        // about; reporting the failure to stderr, which it is, would panic.
+        .log_internal_errors(false)
         .try_init();
     if let Some(Err(reason)) = chosen {
         let wish = wish.unwrap_or_default();
@@ -126,6 +129,12 @@ fn parse_filter(wish: &OsStr) -> Result<String, String> {
         )),
         None => EnvFilter::try_new(text).map(|_| text.into()).map_err(|error| error.to_string()),
     }
+}
+
+/// Writes a line to stderr, as `eprintln` would, but without a panic where it cannot be written.
+pub fn complain(line: impl Display) {
+    use io::Write;
+    let _unwritten = writeln!(io::stderr(), "{line}");
 }
 
 /// The error and its causes in one line, leaving out a cause that the text before it has already.

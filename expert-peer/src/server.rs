@@ -9,13 +9,15 @@ use std::time::Duration;
 
 use expert_tier::store::{ExpertStore, StoreError};
 use expert_tier::wire::handshake::encode_refusal;
-use expert_tier::wire::io::write_all;
+use expert_tier::wire::io::{Clock, IoError, write_all};
 use expert_tier::wire::{Secret, Status};
 use metrics::counter;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 
 use crate::connection::Connection;
 use crate::registry::Registry;
+use crate::sendfile::Sendfile;
 use crate::status::{StatusReport, Tally};
 
 /// How often the accepting thread looks whether it should stop.
@@ -144,6 +146,7 @@ pub(crate) struct Shared {
     pub(crate) registry: Arc<Registry>,
     pub(crate) tally: Tally,
     pub(crate) shutdown: Shutdown,
+    pub(crate) sendfile: Sendfile,
 }
 
 impl Server {
@@ -165,7 +168,8 @@ impl Server {
         });
         let (address, listener) = bound.map_err(|source| PeerError::Listen { listen, source })?;
         let registry = Registry::new(options.max_clients.max(1) as usize);
-        let shared = Shared { options, store, registry, tally: Tally::new(), shutdown };
+        let (tally, sendfile) = (Tally::new(), Sendfile::new());
+        let shared = Shared { options, store, registry, tally, shutdown, sendfile };
         let manifest = shared.store.manifest();
         tracing::info!(%address, store = %shared.store.dir().display(),
             fingerprint = %manifest.fingerprint(), model = manifest.model(),
@@ -195,10 +199,11 @@ impl Server {
     /// The listening socket failed.
     pub fn run(self) -> Result<(), PeerError> {
         let listen = self.address;
+        let mut shortages = 0_u64;
         while !self.shared.shutdown.begun() {
             let mut fds = [PollFd::new(&self.listener, PollFlags::IN)];
             match poll(&mut fds, Some(&TICK)) {
-                Ok(0) | Err(rustix::io::Errno::INTR) => continue,
+                Ok(0) | Err(Errno::INTR) => continue,
                 Ok(_) => {}
                 Err(errno) => return Err(PeerError::Accept { listen, source: errno.into() }),
             }
@@ -206,7 +211,11 @@ impl Server {
                 Ok((socket, client)) => self.admit(socket, client),
                 Err(error) if passing(&error) => {
                     // Out of descriptors or memory: what is open goes on, and room may come back.
-                    tracing::warn!(%error, "a connection could not be accepted");
+                    shortages += 1;
+                    if shortages.is_power_of_two() {
+                        tracing::warn!(%error, so_far = shortages,
+                            "a connection could not be accepted; `ulimit -n` limits descriptors");
+                    }
                     let mut none = [];
                     let _woken = poll(&mut none, Some(&TICK));
                 }
@@ -244,9 +253,9 @@ impl Server {
     }
 }
 
-/// Errors of accept(2) that concern one connection or a shortage, not the listening socket.
+/// Errors of accept(2) that concern one connection or a shortage, not the listening socket. Linux
+/// hands on what the network has already said of the new connection; accept(2) lists those.
 fn passing(error: &io::Error) -> bool {
-    use rustix::io::Errno;
     let errno = error.raw_os_error().map(Errno::from_raw_os_error);
     matches!(
         errno,
@@ -259,6 +268,13 @@ fn passing(error: &io::Error) -> bool {
                 | Errno::INTR
                 | Errno::PERM
                 | Errno::PROTO
+                | Errno::NETDOWN
+                | Errno::NETUNREACH
+                | Errno::HOSTUNREACH
+                | Errno::HOSTDOWN
+                | Errno::NONET
+                | Errno::NOPROTOOPT
+                | Errno::OPNOTSUPP
         )
     )
 }
@@ -299,10 +315,11 @@ impl Shared {
         counter!("metrale_peer_refusals_total", "status" => status.name()).increment(1);
         tracing::warn!(%client, status = status.name(), reason, "refused a connection");
         let bytes = encode_refusal(status, reason);
+        let clock = Clock::start(Duration::from_millis(200), "the protocol");
         let sent = socket
             .try_clone()
-            .map_err(expert_tier::wire::io::IoError::Socket)
-            .and_then(|mut socket| write_all(&mut socket, &bytes, Duration::from_millis(200)));
+            .map_err(IoError::Socket)
+            .and_then(|mut socket| write_all(&mut socket, &bytes, &clock));
         if let Err(error) = sent {
             tracing::debug!(%client, %error, "the refusal did not reach the client");
         }
@@ -326,5 +343,30 @@ impl Shared {
             bytes = report.bytes,
             "stopped"
         );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_the_network_says_of_one_connection_does_not_end_the_peer() {
+        for errno in [
+            Errno::NETDOWN,
+            Errno::NETUNREACH,
+            Errno::HOSTUNREACH,
+            Errno::HOSTDOWN,
+            Errno::NONET,
+            Errno::NOPROTOOPT,
+            Errno::OPNOTSUPP,
+            Errno::CONNABORTED,
+            Errno::MFILE,
+        ] {
+            assert!(passing(&errno.into()), "{errno}");
+        }
+        for errno in [Errno::BADF, Errno::INVAL, Errno::NOTSOCK] {
+            assert!(!passing(&errno.into()), "{errno}");
+        }
     }
 }

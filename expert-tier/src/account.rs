@@ -14,12 +14,11 @@ use std::time::Duration;
 
 use metrics::{Counter, Histogram, counter, histogram};
 
-use crate::arena::{Filling, Rejected, Slot};
+use crate::arena::{Filling, Judged, Rejected, Slot};
 use crate::error::{FetchError, FetchFailure};
-#[cfg(feature = "unverified")]
-use crate::record::Mismatch;
+use crate::key::ExpertKey;
 use crate::store::manifest::Manifest;
-use crate::tier::{Fetched, Source, TierKind};
+use crate::tier::{CompletionQueue, Fetched, Outcome, Source, Ticket, TierKind};
 
 /// One backend's counters. Handles are made once, so counting allocates nothing on success.
 pub(crate) struct Accounts {
@@ -31,6 +30,8 @@ pub(crate) struct Accounts {
     mismatches: Counter,
     reconnects: Counter,
     link_failures: Counter,
+    #[cfg(feature = "unverified")]
+    unchecked: Counter,
 }
 
 impl Accounts {
@@ -46,32 +47,54 @@ impl Accounts {
             mismatches: counter!("metrale_mismatch_total", "backend" => backend),
             reconnects: counter!("metrale_reconnects_total", "backend" => backend),
             link_failures: counter!("metrale_link_failures_total", "backend" => backend),
+            #[cfg(feature = "unverified")]
+            unchecked: counter!("metrale_fetch_total", "backend" => backend,
+                "outcome" => "unchecked"),
         }
     }
 
-    /// Turns a slot whose last byte has arrived into a residency, or says why it is none.
+    /// How a local backend's request ends whose record's last byte is in `slot`.
     pub(crate) fn judge(
         &self,
         slot: Slot<Filling>,
         manifest: &Arc<Manifest>,
         origin: impl FnOnce() -> String,
     ) -> Result<Fetched, FetchFailure> {
-        let rejected = match slot.finish() {
-            Ok(ready) => {
-                let residency = ready.into_residency(manifest);
-                return Ok(Fetched { residency, source: self.source });
+        match slot.judge(manifest) {
+            Judged::Record(residency) => Ok(Fetched { residency, source: self.source }),
+            Judged::Rejected(Rejected { slot, key, mismatch }) => {
+                self.count_mismatch();
+                let (backend, origin) = (self.kind, origin());
+                let error = FetchError::Mismatch { key, backend, origin, mismatch };
+                Err(FetchFailure::new(error, slot))
             }
-            Err(rejected) => rejected,
-        };
-        let Rejected { slot, key, mismatch } = rejected;
-        #[cfg(feature = "unverified")]
-        if mismatch == Mismatch::NotChecked {
-            return Err(FetchFailure::new(FetchError::Unchecked { key }, slot));
+            #[cfg(feature = "unverified")]
+            Judged::Unchecked(unchecked) => Err(unchecked.into()),
         }
+    }
+
+    /// Counts a record that was not the one asked for.
+    pub(crate) fn count_mismatch(&self) {
         self.mismatches.increment(1);
-        let (backend, origin) = (self.kind, origin());
-        let error = FetchError::Mismatch { key, backend, origin, mismatch };
-        Err(FetchFailure::new(error, slot))
+    }
+
+    /// Counts a request's end and hands it to whoever waits for it.
+    pub(crate) fn complete(
+        &self,
+        queue: &CompletionQueue,
+        (ticket, key): (Ticket, ExpertKey),
+        took: Duration,
+        outcome: Outcome,
+    ) {
+        match &outcome {
+            Outcome::Fetched(fetched) => {
+                self.fetched(fetched.residency.payload().len() as u64, took);
+            }
+            Outcome::Failed(failure) => self.failed(&failure.error),
+            #[cfg(feature = "unverified")]
+            Outcome::Unchecked(_) => self.unchecked.increment(1),
+        }
+        queue.push_outcome(ticket, key, outcome);
     }
 
     pub(crate) fn fetched(&self, bytes: u64, took: Duration) {

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::time::Duration;
 
+use gpu_sys::env;
+
 use crate::arena::{Free, Slot, TooSmall};
 use crate::key::ExpertKey;
 use crate::layout::KeyError;
@@ -10,6 +12,26 @@ use crate::record::Mismatch;
 use crate::store::StoreError;
 use crate::tier::TierKind;
 use crate::wire::frame::Status;
+
+/// What bounds a request's time.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Bound {
+    /// The time without the record that is due.
+    Due,
+    /// The time from its submission to its end.
+    Total,
+}
+
+impl Bound {
+    /// The setting that it comes from.
+    #[must_use]
+    pub fn setting(self) -> &'static str {
+        match self {
+            Self::Due => env::EXPERT_DEADLINE_MS.name,
+            Self::Total => env::EXPERT_TOTAL_MS.name,
+        }
+    }
+}
 
 /// Why a record did not come.
 #[derive(Debug, thiserror::Error)]
@@ -61,10 +83,10 @@ pub enum FetchError {
         /// Why, for people.
         text: String,
     },
-    /// The deadline passed.
+    /// A bound passed.
     #[error(
-        "{key} by {backend}: no record after {} ms; METRALE_EXPERT_DEADLINE_MS bounds this",
-        waited.as_millis()
+        "{key} by {backend}: no record after {} ms; {} bounds this",
+        waited.as_millis(), bound.setting()
     )]
     Deadline {
         /// The record.
@@ -73,6 +95,8 @@ pub enum FetchError {
         backend: TierKind,
         /// How long the request waited.
         waited: Duration,
+        /// Which bound it was.
+        bound: Bound,
     },
     /// There is no connection to the peer, or it broke on every attempt.
     #[error("{key} from {peer}: {reason} (attempts: {attempts})")]
@@ -160,6 +184,14 @@ impl FetchFailure {
         let TooSmall { slot, needed_bytes: needed } = refused;
         let capacity = slot.capacity();
         Self::new(FetchError::SlotTooSmall { key, needed, capacity }, slot)
+    }
+}
+
+/// For whoever asked for a record and takes nothing else.
+#[cfg(feature = "unverified")]
+impl From<crate::arena::Unchecked> for FetchFailure {
+    fn from(unchecked: crate::arena::Unchecked) -> Self {
+        Self::new(FetchError::Unchecked { key: unchecked.key() }, unchecked.into_slot())
     }
 }
 

@@ -56,6 +56,7 @@ pub mod arena;
 mod direct;
 pub mod dtype;
 pub mod error;
+mod files;
 pub mod fingerprint;
 pub mod key;
 pub mod layout;

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use crate::account::Accounts;
 use crate::arena::{Free, Slot};
-use crate::error::{FetchError, FetchFailure};
+use crate::error::{Bound, FetchError, FetchFailure};
 use crate::key::ExpertKey;
 use crate::store::manifest::Manifest;
 use crate::store::{ExpertStore, StoreError};
@@ -178,7 +178,7 @@ impl Shared {
                 if closing {
                     Err(FetchFailure::new(FetchError::Closed { key, backend }, slot))
                 } else if late {
-                    let error = FetchError::Deadline { key, backend, waited };
+                    let error = FetchError::Deadline { key, backend, waited, bound: Bound::Due };
                     Err(FetchFailure::new(error, slot))
                 } else {
                     self.read(key, slot)

@@ -2,8 +2,9 @@
 //!
 //! A request carries the slot it is to be filled into; the slot comes back with the completion,
 //! as a residency or inside the failure. [`ExpertTier::submit`] always ends in exactly one
-//! completion per request, on the queue it was submitted with, within the backend's deadline
-//! and a little more: errors come as completions too, so a caller has one place to look.
+//! completion per request, on the queue it was submitted with, within the backend's
+//! [`bound`](ExpertTier::bound) and a little more: errors come as completions too, so a caller has
+//! one place to look.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -13,11 +14,17 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+#[cfg(feature = "unverified")]
+use crate::arena::Unchecked;
 use crate::arena::{ExpertArena, Free, Slot};
-use crate::error::{FetchError, FetchFailure};
+use crate::error::{Bound, FetchError, FetchFailure};
 use crate::key::ExpertKey;
 use crate::residency::ExpertResidency;
 use crate::store::manifest::Manifest;
+
+/// How long past its bound a backend may take, on a machine that has other things to do, before a
+/// blocking fetch gives it up.
+const GRACE: Duration = Duration::from_secs(1);
 
 /// Which backend.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -158,6 +165,70 @@ pub struct Fetched {
     pub source: Source,
 }
 
+/// How a request ended, on its way to whoever waits for it.
+#[derive(Debug)]
+pub(crate) enum Outcome {
+    /// The record is in the arena, checked.
+    Fetched(Fetched),
+    /// It did not come.
+    Failed(FetchFailure),
+    /// It came and was not checked, as its slot was told.
+    #[cfg(feature = "unverified")]
+    Unchecked(Unchecked),
+}
+
+impl From<Outcome> for Result<Fetched, FetchFailure> {
+    fn from(outcome: Outcome) -> Self {
+        match outcome {
+            Outcome::Fetched(fetched) => Ok(fetched),
+            Outcome::Failed(failure) => Err(failure),
+            #[cfg(feature = "unverified")]
+            Outcome::Unchecked(unchecked) => Err(unchecked.into()),
+        }
+    }
+}
+
+impl From<Result<Fetched, FetchFailure>> for Outcome {
+    fn from(result: Result<Fetched, FetchFailure>) -> Self {
+        match result {
+            Ok(fetched) => Self::Fetched(fetched),
+            Err(failure) => Self::Failed(failure),
+        }
+    }
+}
+
+/// The end of one request of which the record may not have been checked: for measurements.
+#[cfg(feature = "unverified")]
+#[derive(Debug)]
+pub enum Landed {
+    /// As it is without this feature.
+    Completed(Completion),
+    /// The record came, into a slot that was told not to check it.
+    Unchecked(Unchecked),
+}
+
+#[derive(Debug)]
+struct Arrival {
+    ticket: Ticket,
+    key: ExpertKey,
+    outcome: Outcome,
+}
+
+impl Arrival {
+    fn into_completion(self) -> Completion {
+        let Self { ticket, key, outcome } = self;
+        Completion { ticket, key, outcome: outcome.into() }
+    }
+
+    #[cfg(feature = "unverified")]
+    fn into_landed(self) -> Landed {
+        match self.outcome {
+            Outcome::Unchecked(unchecked) => Landed::Unchecked(unchecked),
+            _ => Landed::Completed(self.into_completion()),
+        }
+    }
+}
+
 /// Where completions arrive. Cheap to clone; all clones are one queue.
 ///
 /// A queue belongs to whoever waits on it: two callers that share a backend use two queues and
@@ -167,7 +238,7 @@ pub struct CompletionQueue(Arc<QueueInner>);
 
 #[derive(Default, Debug)]
 struct QueueInner {
-    arrived: Mutex<VecDeque<Completion>>,
+    arrived: Mutex<VecDeque<Arrival>>,
     bell: Condvar,
 }
 
@@ -180,18 +251,34 @@ impl CompletionQueue {
 
     /// Adds a completion; for backends.
     pub fn push(&self, completion: Completion) {
-        self.lock().push_back(completion);
+        let Completion { ticket, key, outcome } = completion;
+        self.push_outcome(ticket, key, outcome.into());
+    }
+
+    pub(crate) fn push_outcome(&self, ticket: Ticket, key: ExpertKey, outcome: Outcome) {
+        self.lock().push_back(Arrival { ticket, key, outcome });
         self.0.bell.notify_one();
     }
 
     /// Takes the oldest completion, waiting for one at most `wait`.
     #[must_use]
     pub fn pop(&self, wait: Duration) -> Option<Completion> {
-        let until = Instant::now() + wait;
+        self.next(wait).map(Arrival::into_completion)
+    }
+
+    /// The same, and unchecked records as such.
+    #[cfg(feature = "unverified")]
+    #[must_use]
+    pub fn pop_landed(&self, wait: Duration) -> Option<Landed> {
+        self.next(wait).map(Arrival::into_landed)
+    }
+
+    fn next(&self, wait: Duration) -> Option<Arrival> {
+        let until = after(wait);
         let mut arrived = self.lock();
         loop {
-            if let Some(completion) = arrived.pop_front() {
-                return Some(completion);
+            if let Some(arrival) = arrived.pop_front() {
+                return Some(arrival);
             }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -203,9 +290,15 @@ impl CompletionQueue {
     }
 
     /// A push or pop cannot leave the deque half-changed, so a poisoned lock is sound to take.
-    fn lock(&self) -> MutexGuard<'_, VecDeque<Completion>> {
+    fn lock(&self) -> MutexGuard<'_, VecDeque<Arrival>> {
         self.0.arrived.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// The instant `wait` from now, or one that nobody lives to see where that is past the clock.
+pub(crate) fn after(wait: Duration) -> Instant {
+    const FAR: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
+    Instant::now() + wait.min(FAR)
 }
 
 thread_local! {
@@ -228,8 +321,16 @@ pub trait ExpertTier: Send + Sync {
     /// that fetch and leaves the backend healthy.
     fn healthy(&self) -> bool;
 
-    /// How long a request may take before it ends with [`FetchError::Deadline`].
+    /// How long the record that is due may take before its request, and what waits for it, ends
+    /// with [`FetchError::Deadline`]: finds a peer or disk that has stalled.
     fn deadline(&self) -> Duration;
+
+    /// How long after its submission a request has ended, with [`FetchError::Deadline`] if with
+    /// nothing else. Where a request waits for others that each keep the deadline, this is more
+    /// than the deadline.
+    fn bound(&self) -> Duration {
+        self.deadline()
+    }
 
     /// Names the arena that requests' slots come from, before the first: what can be registered
     /// ahead is. The backend keeps the arena's memory as long as it lives itself.
@@ -251,6 +352,12 @@ pub trait ExpertTier: Send + Sync {
         queue.pop(wait)
     }
 
+    /// Takes the next completion or unchecked record from `queue`, waiting at most `wait`.
+    #[cfg(feature = "unverified")]
+    fn poll_landed(&self, queue: &CompletionQueue, wait: Duration) -> Option<Landed> {
+        queue.pop_landed(wait)
+    }
+
     /// Fetches one record and waits for it.
     ///
     /// # Errors
@@ -260,39 +367,25 @@ pub trait ExpertTier: Send + Sync {
         let request = FetchRequest::new(key, slot);
         let ticket = request.ticket();
         batch.push(request);
+        let submitted = Instant::now();
         self.submit(&mut batch, &queue);
-        let outcome = self.await_ticket(&queue, ticket, key);
-        BLOCKING.set(Some((queue, batch)));
-        outcome
-    }
-
-    /// Waits for one completion; the bound is past every bound of the backend's own, so meeting
-    /// it means that the backend broke its contract.
-    #[doc(hidden)]
-    fn await_ticket(
-        &self,
-        queue: &CompletionQueue,
-        ticket: Ticket,
-        key: ExpertKey,
-    ) -> Result<Fetched, FetchFailure> {
-        let start = Instant::now();
-        let most = self.deadline() * 3 + Duration::from_secs(5);
-        while let Some(completion) = self.poll(queue, most.saturating_sub(start.elapsed())) {
-            // A completion of an earlier call that gave up here: dropping it frees its slot.
-            if completion.ticket == ticket {
-                return completion.outcome;
-            }
+        // The queue has nobody else's completions: whoever gives up here leaves it behind.
+        if let Some(completion) = self.poll(&queue, self.bound().saturating_add(GRACE)) {
+            BLOCKING.set(Some((queue, batch)));
+            return completion.outcome;
         }
         self.cancel(ticket);
-        let waited = start.elapsed();
-        let error = FetchError::Deadline { key, backend: self.kind(), waited };
-        Err(FetchFailure { error: Box::new(error), slot: None })
+        let (backend, waited, bound) = (self.kind(), submitted.elapsed(), Bound::Total);
+        let error = Box::new(FetchError::Deadline { key, backend, waited, bound });
+        // A completion that comes yet goes with the queue, and frees its slot.
+        Err(FetchFailure { error, slot: None })
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::{small_arena, tiny_manifest};
 
     #[test]
     fn backends_are_found_by_name_and_others_are_explained() {
@@ -309,5 +402,74 @@ mod tests {
         let start = Instant::now();
         assert!(CompletionQueue::new().pop(Duration::from_millis(20)).is_none());
         assert!(start.elapsed() >= Duration::from_millis(20));
+    }
+
+    #[test]
+    fn a_wait_without_end_is_no_overflow() {
+        let queue = CompletionQueue::new();
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| queue.pop(Duration::MAX).expect("a completion").key);
+            let (key, ticket) = (ExpertKey::new(1, 2), Ticket(0));
+            let error = Box::new(FetchError::Cancelled { key });
+            let outcome = Err(FetchFailure { error, slot: None });
+            queue.push(Completion { ticket, key, outcome });
+            assert_eq!(waiting.join().expect("no panic"), key);
+        });
+    }
+
+    /// Takes requests and keeps them.
+    struct Silent {
+        manifest: Arc<Manifest>,
+        taken: Mutex<Vec<(FetchRequest, CompletionQueue)>>,
+    }
+
+    impl ExpertTier for Silent {
+        fn kind(&self) -> TierKind {
+            TierKind::Rdma
+        }
+
+        fn manifest(&self) -> &Arc<Manifest> {
+            &self.manifest
+        }
+
+        fn healthy(&self) -> bool {
+            true
+        }
+
+        fn deadline(&self) -> Duration {
+            Duration::from_millis(1)
+        }
+
+        fn bound(&self) -> Duration {
+            Duration::from_millis(300)
+        }
+
+        fn submit(&self, batch: &mut Vec<FetchRequest>, queue: &CompletionQueue) {
+            let requests = batch.drain(..).map(|request| (request, queue.clone()));
+            self.taken.lock().unwrap().extend(requests);
+        }
+
+        fn cancel(&self, _: Ticket) {}
+    }
+
+    #[test]
+    fn a_fetch_waits_its_backends_bound_and_a_completion_after_that_frees_its_slot() {
+        let tier = Silent { manifest: Arc::new(tiny_manifest(1)), taken: Mutex::default() };
+        let arena = small_arena(1);
+        let key = ExpertKey::new(1, 0);
+        let start = Instant::now();
+        let failure = tier.fetch(key, arena.try_acquire(1).unwrap()).unwrap_err();
+        let waited = start.elapsed();
+        assert!(waited >= tier.bound() + GRACE && waited < tier.bound() + GRACE * 3, "{waited:?}");
+        assert!(matches!(*failure.error, FetchError::Deadline { .. }), "{failure}");
+        assert!(failure.slot.is_none());
+        assert_eq!(arena.free_slots(), 0, "the backend has it");
+        let (request, queue) = tier.taken.lock().unwrap().pop().unwrap();
+        let (ticket, key, slot) = request.into_parts();
+        let outcome = Err(FetchFailure::new(FetchError::Cancelled { key }, slot));
+        queue.push(Completion { ticket, key, outcome });
+        drop(queue);
+        // This thread has not fetched again, and need not.
+        assert_eq!(arena.free_slots(), 1);
     }
 }

@@ -19,7 +19,7 @@ use crate::account::Accounts;
 use crate::arena::{ExpertArena, Filling, Slot};
 use crate::direct::ring::{Extent, Finished, Ring, RingOptions, Tagged};
 use crate::direct::{DirectFiles, NotDirect};
-use crate::error::{FetchError, FetchFailure};
+use crate::error::{Bound, FetchError, FetchFailure};
 use crate::key::ExpertKey;
 use crate::layout::STRIDE_ALIGN;
 use crate::posix::{PosixOptions, PosixTier};
@@ -352,7 +352,7 @@ impl Shared {
         call.told = true;
         self.healthy.store(false, Ordering::Relaxed);
         let (key, backend, waited) = (call.key, TierKind::Uma, call.submitted.elapsed());
-        let error = Box::new(FetchError::Deadline { key, backend, waited });
+        let error = Box::new(FetchError::Deadline { key, backend, waited, bound: Bound::Due });
         self.complete(call, Err(FetchFailure { error, slot: None }));
     }
 

@@ -1,29 +1,10 @@
 //! The contract over the backends that need no other process.
 
 use expert_tier::posix::{PosixOptions, PosixTier};
-use expert_tier::testing::contract::Harness;
+use expert_tier::testing::contract::Backed;
 use expert_tier::testing::{FaultyTier, TestStore};
 use expert_tier::tier::ExpertTier;
 use expert_tier::uma::{UmaOptions, UmaTier};
-
-struct Local<T> {
-    store: TestStore,
-    tier: Option<T>,
-}
-
-impl<T: ExpertTier> Harness for Local<T> {
-    fn tier(&self) -> &dyn ExpertTier {
-        self.tier.as_ref().expect("the backend has not been closed")
-    }
-
-    fn store(&self) -> &TestStore {
-        &self.store
-    }
-
-    fn close(&mut self) {
-        self.tier = None;
-    }
-}
 
 fn open(store: &TestStore) -> PosixTier {
     PosixTier::open(&store.path(), PosixOptions::default()).expect("a store that was just packed")
@@ -32,9 +13,10 @@ fn open(store: &TestStore) -> PosixTier {
 mod posix {
     use super::*;
 
-    fn make() -> Local<PosixTier> {
+    fn make() -> Backed<PosixTier> {
         let store = TestStore::mixed(1);
-        Local { tier: Some(open(&store)), store }
+        let tier = open(&store);
+        Backed::new(store, tier)
     }
 
     expert_tier::contract_suite!(make);
@@ -43,10 +25,10 @@ mod posix {
 mod uma {
     use super::*;
 
-    fn make() -> Local<UmaTier> {
+    fn make() -> Backed<UmaTier> {
         let store = TestStore::mixed(5);
         let tier = UmaTier::open(&store.path(), &UmaOptions::default()).expect("a sound store");
-        Local { tier: Some(tier), store }
+        Backed::new(store, tier)
     }
 
     expert_tier::contract_suite!(make);
@@ -55,9 +37,10 @@ mod uma {
 mod faulty_without_faults {
     use super::*;
 
-    fn make() -> Local<FaultyTier<PosixTier>> {
+    fn make() -> Backed<FaultyTier<PosixTier>> {
         let store = TestStore::mixed(2);
-        Local { tier: Some(FaultyTier::new(open(&store))), store }
+        let tier = FaultyTier::new(open(&store));
+        Backed::new(store, tier)
     }
 
     expert_tier::contract_suite!(make);

@@ -55,8 +55,11 @@ variables! {
     EXPERT_DEADLINE_MS: "2000", "ms, 1-600000",
         "Longest wait for the record that is due: shorter finds a dead peer sooner, and gives up \
          on a slow link.";
+    EXPERT_TOTAL_MS: "30000", "ms, 1-3600000",
+        "Longest time from asking a peer for a record to its end: what waits behind others that \
+         each keep the deadline ends here.";
     EXPERT_CONNECT_MS: "1000", "ms, 1-600000",
-        "Longest time to connect and shake hands.";
+        "Longest time to look up the peer's address, connect and shake hands.";
     EXPERT_ATTEMPTS: "3", "sends, 1-100",
         "How often one request is sent before it fails.";
     EXPERT_ARENA_BYTES: "what the records asked for need, at most 256 MiB and what the locked-memory \

@@ -1,6 +1,6 @@
 //! `metrale extract`: one expert's tensors, as they were in the checkpoint.
 
-use std::io::{self, Write};
+use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -53,7 +53,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         let more = if tensors.len() > names.len() { ", ..." } else { "" };
         anyhow::bail!("{key} has no tensor {wanted}, it has {}{more}", names.join(", "));
     };
-    let mut stdout = io::stdout().lock();
+    let mut stdout = output::stdout();
     let record = RecordReader::open(&store, key)?;
     record.read(tensor.offset, tensor.bytes, |bytes| stdout.write_all(bytes))?;
     stdout.flush().context("cannot write to stdout")?;

@@ -101,7 +101,7 @@ fn half_a_hello_and_silence_is_dropped_after_its_bound() {
         raw.expect_end();
     }
     assert!(start.elapsed() < soon_after(300), "{:?}", start.elapsed());
-    peer.wait_log("no answer within 300 ms");
+    peer.wait_log("no answer within 300 ms; --handshake-ms bounds this");
     idle.request(7, KEY);
     assert_eq!(idle.read().unwrap().0.request_id, 7);
 }
@@ -206,7 +206,7 @@ fn a_client_that_never_reads_is_dropped_and_costs_no_memory() {
     });
     assert!(start.elapsed() < soon_after(400), "{:?}", start.elapsed());
     assert!(most < before.rss_bytes + (24 << 20), "{} to {most} bytes", before.rss_bytes);
-    peer.wait_log("took no bytes for 400 ms");
+    peer.wait_log("took no bytes for 400 ms; --stall-ms bounds this");
     assert_eq!(tier.reconnects(), 0);
     drop(deaf);
 }

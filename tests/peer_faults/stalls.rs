@@ -86,8 +86,7 @@ fn a_failed_wait_is_seen_in_the_backends_health() {
         }
         conn.ignore()
     });
-    let connect = Duration::from_millis(200);
-    let tier = TcpTier::connect(TcpOptions { connect, ..options(peer.address()) }).unwrap();
+    let tier = TcpTier::connect(options(peer.address())).unwrap();
     assert!(tier.healthy(), "a connected backend is healthy");
     let arena = small_arena(1);
     assert!(fetch(&tier, &arena, KEY).is_err());
@@ -104,10 +103,6 @@ fn a_failed_wait_is_seen_in_the_backends_health() {
     });
     assert!(start.elapsed() < DEADLINE * 3);
     assert_eq!(arena.free_slots(), 1);
-    // A stream in the middle of a handshake does not hold up the end for longer than that may take.
-    let start = Instant::now();
-    drop(tier);
-    assert!(start.elapsed() < connect + SLACK, "{:?}", start.elapsed());
 }
 
 #[test]

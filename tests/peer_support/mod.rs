@@ -3,6 +3,7 @@
 
 #![allow(dead_code, reason = "each test program uses its own part of this module")]
 
+pub(crate) mod log;
 pub(crate) mod process;
 pub(crate) mod raw;
 pub(crate) mod scripted;

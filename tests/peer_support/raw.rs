@@ -10,7 +10,7 @@ use expert_tier::key::ExpertKey;
 use expert_tier::store::manifest::Manifest;
 use expert_tier::wire::frame::{FrameHeader, FrameType, Status};
 use expert_tier::wire::handshake::{ClientHandshake, Goal, Step, encode_frame};
-use expert_tier::wire::io::{IoError, read_frame, write_all};
+use expert_tier::wire::io::{Clock, IoError, read_frame, write_all};
 use expert_tier::wire::message::encode_fetch;
 
 use super::BOUND;
@@ -52,7 +52,7 @@ impl Raw {
     }
 
     pub(crate) fn send(&mut self, bytes: &[u8]) {
-        write_all(&mut self.0, bytes, BOUND).expect("a peer that reads");
+        write_all(&mut self.0, bytes, &Clock::start(BOUND, "a test")).expect("a peer that reads");
     }
 
     /// Sends what the peer may no longer want to read.
@@ -75,7 +75,7 @@ impl Raw {
     }
 
     pub(crate) fn read(&mut self) -> Result<(FrameHeader, Vec<u8>), IoError> {
-        read_frame(&mut self.0, MOST_BYTES, BOUND)
+        read_frame(&mut self.0, MOST_BYTES, &Clock::start(BOUND, "a test"))
     }
 
     /// The refusal that must come next, and then the end.

@@ -11,7 +11,7 @@ use expert_tier::store::manifest::Manifest;
 use expert_tier::testing::TestStore;
 use expert_tier::wire::frame::{FrameHeader, FrameType, Status};
 use expert_tier::wire::handshake::{ServerHandshake, encode_frame};
-use expert_tier::wire::io::{read_frame, write_all};
+use expert_tier::wire::io::{Clock, read_frame, write_all};
 use expert_tier::wire::message::{Welcome, decode_fetch};
 
 use super::BOUND;
@@ -149,7 +149,7 @@ impl Conn {
 
     /// The next frame of the client.
     pub(crate) fn read(&mut self) -> anyhow::Result<(FrameHeader, Vec<u8>)> {
-        Ok(read_frame(&mut self.socket, 1024, BOUND)?)
+        Ok(read_frame(&mut self.socket, 1024, &Clock::start(BOUND, "a test"))?)
     }
 
     /// The next request: its id, and the record wanted.
@@ -161,7 +161,7 @@ impl Conn {
     }
 
     pub(crate) fn send(&mut self, bytes: &[u8]) -> anyhow::Result<()> {
-        Ok(write_all(&mut self.socket, bytes, BOUND)?)
+        Ok(write_all(&mut self.socket, bytes, &Clock::start(BOUND, "a test"))?)
     }
 
     /// Answers as an honest peer would, until the client leaves.

@@ -10,6 +10,9 @@ use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use rustix::fs::OFlags;
+
+use crate::files::open_regular;
 use crate::key::ExpertKey;
 use crate::layout::{KeyError, LayerLayout};
 use crate::store::manifest::{FILE_NAME, MAX_BYTES, Manifest, ManifestError, layer_file_name};
@@ -140,7 +143,7 @@ impl ExpertStore {
         out: &mut [MaybeUninit<u8>],
     ) -> Result<usize, StoreError> {
         self.read_some(key, offset, out.len(), |file, place| {
-            rustix::io::pread(file, out, place).map(|(filled, _)| filled.len())
+            rustix::io::pread(file, &mut *out, place).map(|(filled, _)| filled.len())
         })
     }
 
@@ -158,17 +161,18 @@ impl ExpertStore {
         socket: impl AsFd,
     ) -> Result<usize, StoreError> {
         self.read_some(key, offset, bytes, |file, place| {
-            rustix::fs::sendfile(socket, file, Some(&mut { place }), bytes)
+            rustix::fs::sendfile(&socket, file, Some(&mut { place }), bytes)
         })
     }
 
-    /// One positional read within a record; a short one is the caller's to continue.
+    /// One positional read within a record, of at least a byte; a short one is the caller's to
+    /// continue.
     fn read_some(
         &self,
         key: ExpertKey,
         offset: u64,
         bytes: usize,
-        read: impl FnOnce(&File, u64) -> rustix::io::Result<usize>,
+        mut read: impl FnMut(&File, u64) -> rustix::io::Result<usize>,
     ) -> Result<usize, StoreError> {
         let layer = self.manifest.layout().locate(key)?;
         let stride = layer.stride();
@@ -186,13 +190,15 @@ impl ExpertStore {
         // Experts and strides are bounded, so the product is far below 2^63.
         let place = u64::from(key.expert) * stride + offset;
         let path = || self.dir.join(layer_file_name(key.layer));
-        match read(file, place) {
-            Ok(0) => Err(StoreError::Truncated { path: path(), key, at: place }),
-            Ok(count) => Ok(count),
-            Err(rustix::io::Errno::INTR) => Ok(0),
-            Err(errno) => {
-                Err(StoreError::Io { action: "read", path: path(), source: errno.into() })
-            }
+        loop {
+            return match read(file, place) {
+                Ok(0) => Err(StoreError::Truncated { path: path(), key, at: place }),
+                Ok(count) => Ok(count),
+                Err(rustix::io::Errno::INTR) => continue,
+                Err(errno) => {
+                    Err(StoreError::Io { action: "read", path: path(), source: errno.into() })
+                }
+            };
         }
     }
 }
@@ -200,7 +206,7 @@ impl ExpertStore {
 fn read_manifest(dir: &Path) -> Result<Manifest, StoreError> {
     let path = dir.join(FILE_NAME);
     let io = |action, source| StoreError::Io { action, path: path.clone(), source };
-    let file = File::open(&path).map_err(|error| io("open", error))?;
+    let file = open_regular(&path, OFlags::RDONLY).map_err(|error| io("open", error))?;
     let mut bytes = Vec::new();
     file.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(|error| io("read", error))?;
     Manifest::parse(&bytes).map_err(|source| StoreError::Manifest { path: path.clone(), source })
@@ -209,11 +215,33 @@ fn read_manifest(dir: &Path) -> Result<Manifest, StoreError> {
 fn open_layer(dir: &Path, layer: &LayerLayout) -> Result<File, StoreError> {
     let path = dir.join(layer_file_name(layer.layer()));
     let io = |action, source| StoreError::Io { action, path: path.clone(), source };
-    let file = File::open(&path).map_err(|error| io("open", error))?;
+    let file = open_regular(&path, OFlags::RDONLY).map_err(|error| io("open", error))?;
     let found = file.metadata().map_err(|error| io("stat", error))?.len();
     let expected = u64::from(layer.experts()) * layer.stride();
     if found != expected {
         return Err(StoreError::Length { path, found, expected });
     }
     Ok(file)
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::io::Errno;
+
+    use super::*;
+    use crate::testing::TestStore;
+
+    #[test]
+    fn a_read_that_a_signal_interrupts_is_tried_again() {
+        let store = TestStore::new(1, 2, &[5_000], 1).open();
+        let mut signals = 3;
+        let read = store.read_some(ExpertKey::new(0, 1), 0, 100, |_, _| {
+            if signals > 0 {
+                signals -= 1;
+                return Err(Errno::INTR);
+            }
+            Ok(100)
+        });
+        assert_eq!((read.unwrap(), signals), (100, 0));
+    }
 }

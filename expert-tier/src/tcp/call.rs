@@ -9,6 +9,7 @@ use crate::record::RecordIdentity;
 use crate::tier::{CompletionQueue, Ticket};
 
 /// One request, apart from its slot.
+#[derive(Clone)]
 pub(super) struct Call {
     pub(super) ticket: Ticket,
     pub(super) identity: RecordIdentity,
@@ -17,6 +18,8 @@ pub(super) struct Call {
     pub(super) sent: Instant,
     pub(super) attempts: u32,
     pub(super) cancelled: bool,
+    /// Its completion has been sent: its time was over while the peer could still write.
+    pub(super) told: bool,
     /// Names the request on the wire; another for each time it is sent.
     pub(super) wire_id: u64,
 }
@@ -28,8 +31,9 @@ impl Call {
         queue: CompletionQueue,
         submitted: Instant,
     ) -> Self {
-        let (sent, attempts, cancelled, wire_id) = (submitted, 0, false, 0);
-        Self { ticket, identity, queue, submitted, sent, attempts, cancelled, wire_id }
+        let (sent, attempts, wire_id) = (submitted, 0, 0);
+        let (cancelled, told) = (false, false);
+        Self { ticket, identity, queue, submitted, sent, attempts, cancelled, told, wire_id }
     }
 
     pub(super) fn key(&self) -> ExpertKey {
@@ -38,7 +42,7 @@ impl Call {
 
     /// Whether it may be sent once more.
     pub(super) fn may_retry(&self, options: &TcpOptions) -> bool {
-        self.attempts < options.attempts && !self.cancelled
+        self.attempts < options.attempts && !self.cancelled && !self.told
     }
 }
 

@@ -4,77 +4,20 @@
 //! bytes each and at most [`MAX_DEPTH`](super::MAX_DEPTH) per link: they fit the socket's buffer,
 //! so a send that would block means a peer that no longer reads, and the link is given up.
 
-use std::collections::VecDeque;
-use std::net::{Shutdown, TcpStream};
+use std::net::TcpStream;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::call::{Call, Pending};
-use super::dial::Dialler;
-use super::{MAX_DEPTH, TcpOptions};
+use super::dial::{DialError, Dialler};
+use super::links::{Arriving, DrainSaid, Ended, LinkEnd, State, Why, shut};
+use super::{LOOK, TcpOptions};
 use crate::account::Accounts;
 use crate::arena::{Free, Slot};
-use crate::error::{FetchError, FetchFailure};
+use crate::error::{Bound, FetchError, FetchFailure};
 use crate::store::manifest::Manifest;
-use crate::tier::{Completion, Fetched, Source, Ticket, TierKind};
-use crate::wire::frame::{FrameHeader, FrameType, HEADER_BYTES, Status};
-use crate::wire::message::{FETCH_BYTES, encode_fetch};
-
-/// How a link ended.
-pub(super) enum LinkEnd {
-    /// The backend is being closed.
-    Closing,
-    /// The record that was due did not come in time.
-    Stalled,
-    /// Anything else; the text is for logs and errors.
-    Broken(String),
-}
-
-/// Whether a peer that says it drains has said so before.
-pub(super) enum DrainSaid {
-    Now,
-    Before,
-}
-
-/// The request whose answer a stream's thread is receiving.
-struct Arriving {
-    ticket: Ticket,
-    cancelled: bool,
-}
-
-/// One stream's place at the desk.
-struct Link {
-    /// Where requests are sent; `None` while disconnected.
-    socket: Option<Arc<TcpStream>>,
-    /// Sent and not yet answered, in the order of sending.
-    flying: VecDeque<Pending>,
-    /// Out of `flying` while its answer comes in.
-    arriving: Option<Arriving>,
-    /// The first of `flying` is back from being received: the link broke within its answer.
-    cut_short: bool,
-    /// Bytes of the answers due on this link.
-    due_bytes: u64,
-    /// Since when the first of `flying` has been the next one due.
-    head_since: Instant,
-    /// The peer drains: nothing more is sent here.
-    draining: bool,
-}
-
-struct State {
-    waiting: VecDeque<Pending>,
-    links: Vec<Link>,
-    /// Since when no link has been up.
-    down_since: Option<Instant>,
-    /// When a whole answer last came, on any link.
-    last_answer: Instant,
-    /// Why the last link ended.
-    last_end: String,
-    next_wire_id: u64,
-    closing: bool,
-    /// Kept between sends, so that none allocates.
-    frames: Vec<u8>,
-}
+use crate::tier::{Outcome, Source, Ticket, TierKind};
 
 pub(super) struct Desk {
     pub(super) options: TcpOptions,
@@ -86,6 +29,9 @@ pub(super) struct Desk {
     closed: Condvar,
     reconnects: AtomicU64,
     rejections: AtomicU64,
+    opened: Instant,
+    /// Milliseconds after `opened` at which somebody last looked for requests out of time.
+    looked_ms: AtomicU64,
 }
 
 impl Desk {
@@ -95,40 +41,22 @@ impl Desk {
         manifest: Arc<Manifest>,
         streams: usize,
     ) -> Self {
-        let link = || Link {
-            socket: None,
-            flying: VecDeque::new(),
-            arriving: None,
-            cut_short: false,
-            due_bytes: 0,
-            head_since: Instant::now(),
-            draining: false,
-        };
-        let state = State {
-            waiting: VecDeque::new(),
-            links: (0..streams).map(|_| link()).collect(),
-            // The first connection has been made by whoever makes a desk.
-            down_since: None,
-            last_answer: Instant::now(),
-            last_end: String::new(),
-            next_wire_id: 1,
-            closing: false,
-            frames: Vec::new(),
-        };
         Self {
             options,
             dialler,
             manifest,
             accounts: Accounts::new(TierKind::Rdma, Source::Tcp),
-            state: Mutex::new(state),
+            state: Mutex::new(State::new(streams)),
             closed: Condvar::new(),
             reconnects: AtomicU64::new(0),
             rejections: AtomicU64::new(0),
+            opened: Instant::now(),
+            looked_ms: AtomicU64::new(0),
         }
     }
 
     pub(super) fn healthy(&self) -> bool {
-        self.lock().down_since.is_none()
+        self.lock().healthy
     }
 
     /// Counts a record that failed its check, and says how many have.
@@ -147,17 +75,49 @@ impl Desk {
 
     /// Sends what waits, as far as the links have room, and fails what nothing can carry.
     pub(super) fn dispatch(&self) {
+        let look = self.is_time_to_look();
         let mut state = self.lock();
         state.send_waiting(&self.options);
-        let ended = state.expired(&self.options);
+        let mut ended = state.without_link(&self.options);
+        if look {
+            state.past_total(&self.options, &mut ended);
+        }
         drop(state);
         self.end_all(ended);
     }
 
-    /// Fails the requests that have waited too long for a link.
+    /// Fails the requests whose time is over. Cheap where somebody has just done so: it is called
+    /// by everybody who waits.
     pub(super) fn expire(&self) {
-        let ended = self.lock().expired(&self.options);
+        if !self.is_time_to_look() {
+            return;
+        }
+        let mut state = self.lock();
+        let mut ended = state.without_link(&self.options);
+        state.past_total(&self.options, &mut ended);
+        drop(state);
         self.end_all(ended);
+    }
+
+    fn is_time_to_look(&self) -> bool {
+        let now_ms = u64::try_from(self.opened.elapsed().as_millis()).unwrap_or(u64::MAX);
+        let last_ms = self.looked_ms.load(Ordering::Relaxed);
+        let every_ms = LOOK.as_millis() as u64;
+        let order = Ordering::Relaxed;
+        now_ms.saturating_sub(last_ms) >= every_ms
+            && self.looked_ms.compare_exchange(last_ms, now_ms, order, order).is_ok()
+    }
+
+    /// Tells the caller of the request that is arriving, if its time is over. Its slot stays with
+    /// it until the answer has been drained.
+    pub(super) fn tell_if_late(&self, call: &mut Call) {
+        let waited = call.submitted.elapsed();
+        if call.told || waited < self.options.total {
+            return;
+        }
+        let told = Ended { call: call.clone(), slot: None, why: Why::Late(Bound::Total, waited) };
+        call.told = true;
+        self.end(told);
     }
 
     pub(super) fn cancel(&self, ticket: Ticket) {
@@ -177,7 +137,7 @@ impl Desk {
         drop(state);
         if let Some(Pending { call, slot }) = waiting {
             let key = call.key();
-            self.fail(call, FetchError::Cancelled { key }, Some(slot));
+            self.fail(&call, FetchError::Cancelled { key }, Some(slot));
         }
     }
 
@@ -188,9 +148,11 @@ impl Desk {
             shut(socket);
             return;
         }
+        state.healthy = true;
         let link = &mut state.links[index];
         link.socket = Some(Arc::clone(socket));
         link.draining = false;
+        link.refused_for.clear();
         let lost = state.down_since.take().filter(|_| again);
         if let Some(since) = lost {
             let peer = &self.options.peer;
@@ -214,19 +176,32 @@ impl Desk {
             LinkEnd::Broken(reason) => reason.clone(),
         };
         let mut state = self.lock();
-        let ended = state.take_down(index, end, &self.options);
+        let ended = state.take_down(index, end, &reason, &self.options);
+        state.healthy &= matches!(end, LinkEnd::Closing);
         state.last_end.clone_from(&reason);
         self.note_down(&mut state, &reason);
         drop(state);
-        for (pending, stalled) in ended {
-            self.give_up(pending, stalled, &reason);
-        }
+        self.end_all(ended);
         self.dispatch();
     }
 
-    /// A connection could not be made.
-    pub(super) fn dial_failed(&self, reason: &str) {
-        self.lock().last_end = reason.to_owned();
+    /// Link `index` could not be connected. Logged when no link is failing for this reason yet, so
+    /// that every reason is seen, and seen once.
+    pub(super) fn dial_failed(&self, index: usize, error: &DialError) {
+        let reason = error.to_string();
+        let mut state = self.lock();
+        if state.closing {
+            return;
+        }
+        let known = state.links.iter().any(|link| link.refused_for == reason);
+        if !known {
+            tracing::warn!(stream = index, reason, "cannot connect; trying again");
+        }
+        // A peer that allows fewer connections than are wanted is all right.
+        state.healthy &= error.is_busy() && state.is_up();
+        state.links[index].refused_for.clone_from(&reason);
+        state.last_end = reason;
+        drop(state);
         self.expire();
     }
 
@@ -258,7 +233,7 @@ impl Desk {
         let waiting = std::mem::take(&mut self.lock().waiting);
         for Pending { call, slot } in waiting {
             let (key, backend) = (call.key(), TierKind::Rdma);
-            self.fail(call, FetchError::Closed { key, backend }, Some(slot));
+            self.fail(&call, FetchError::Closed { key, backend }, Some(slot));
         }
     }
 
@@ -276,32 +251,27 @@ impl Desk {
         Some(pending)
     }
 
-    /// The answer that was arriving on link `index` has come or broken off: `call` learns whether
-    /// it was cancelled meanwhile.
-    pub(super) fn landed(&self, index: usize, call: &mut Call) {
-        let arriving = self.lock().links[index].arriving.take();
-        call.cancelled |= arriving.is_some_and(|arriving| arriving.cancelled);
-    }
-
     /// The answer to `pending` broke off, and link `index` is about to end: it decides what
     /// becomes of the request, as of all the others.
     pub(super) fn put_back(&self, index: usize, mut pending: Pending) {
-        self.landed(index, &mut pending.call);
         let mut state = self.lock();
         let link = &mut state.links[index];
+        let cancelled = link.arriving.take().is_some_and(|arriving| arriving.cancelled);
+        pending.call.cancelled |= cancelled;
         link.flying.push_front(pending);
         link.cut_short = true;
     }
 
-    /// The answer is whole: the next request on link `index` is due, and there is room for one.
-    pub(super) fn next_due(&self, index: usize) {
+    /// The answer to `call` on link `index` is whole, so the next one is due. Before its caller
+    /// hears of it: whoever has a record may expect the backend to be healthy.
+    pub(super) fn whole(&self, index: usize, call: &mut Call) {
         let now = Instant::now();
         let mut state = self.lock();
         state.last_answer = now;
+        state.healthy = true;
         state.links[index].head_since = now;
-        state.links[index].arriving = None;
-        drop(state);
-        self.dispatch();
+        let arriving = state.links[index].arriving.take();
+        call.cancelled |= arriving.is_some_and(|arriving| arriving.cancelled);
     }
 
     /// Whether the next answer on link `index` is overdue.
@@ -342,46 +312,39 @@ impl Desk {
         call.may_retry(&self.options)
     }
 
-    /// Hands a record to its caller.
-    pub(super) fn succeed(&self, call: Call, fetched: Fetched) {
-        self.accounts.fetched(call.identity.payload_bytes, call.submitted.elapsed());
-        let (ticket, key) = (call.ticket, call.key());
-        call.queue.push(Completion { ticket, key, outcome: Ok(fetched) });
-    }
-
-    /// Hands a failure to its caller.
-    pub(super) fn fail(&self, call: Call, error: FetchError, slot: Option<Slot<Free>>) {
-        self.accounts.failed(&error);
-        let (ticket, key) = (call.ticket, call.key());
-        let outcome = Err(FetchFailure { error: Box::new(error), slot });
-        call.queue.push(Completion { ticket, key, outcome });
-    }
-
-    fn give_up(&self, pending: Pending, stalled: Option<Duration>, reason: &str) {
-        let Pending { call, slot } = pending;
-        let (key, backend) = (call.key(), TierKind::Rdma);
-        let error = match stalled {
-            _ if call.cancelled => FetchError::Cancelled { key },
-            Some(waited) => FetchError::Deadline { key, backend, waited },
-            None => self.unreachable(&call, reason.to_owned()),
-        };
-        self.fail(call, error, Some(slot));
-    }
-
-    fn unreachable(&self, call: &Call, reason: String) -> FetchError {
-        let peer = self.options.peer.clone();
-        FetchError::Unreachable { key: call.key(), peer, reason, attempts: call.attempts }
-    }
-
-    fn end_all(&self, ended: Vec<(Pending, String)>) {
-        for (pending, reason) in ended {
-            self.give_up(pending, None, &reason);
+    /// Hands its end to a request's caller, unless that was told before.
+    pub(super) fn complete(&self, call: &Call, outcome: Outcome) {
+        if !call.told {
+            let (name, took) = ((call.ticket, call.key()), call.submitted.elapsed());
+            self.accounts.complete(&call.queue, name, took, outcome);
         }
+    }
+
+    /// Hands a failure to a request's caller, unless that was told before.
+    pub(super) fn fail(&self, call: &Call, error: FetchError, slot: Option<Slot<Free>>) {
+        self.complete(call, Outcome::Failed(FetchFailure { error: Box::new(error), slot }));
+    }
+
+    fn end(&self, Ended { call, slot, why }: Ended) {
+        let (key, backend) = (call.key(), TierKind::Rdma);
+        let error = match why {
+            _ if call.cancelled => FetchError::Cancelled { key },
+            Why::Late(bound, waited) => FetchError::Deadline { key, backend, waited, bound },
+            Why::Lost(reason) => {
+                let (peer, attempts) = (self.options.peer.clone(), call.attempts);
+                FetchError::Unreachable { key, peer, reason, attempts }
+            }
+        };
+        self.fail(&call, error, slot);
+    }
+
+    fn end_all(&self, ended: Vec<Ended>) {
+        ended.into_iter().for_each(|ended| self.end(ended));
     }
 
     /// Logs the loss of the last link once per outage.
     fn note_down(&self, state: &mut State, reason: &str) {
-        if state.closing || state.links.iter().any(|link| link.socket.is_some()) {
+        if state.closing || state.is_up() {
             return;
         }
         if state.down_since.is_none() {
@@ -393,126 +356,5 @@ impl Desk {
     /// No state is left half-changed by the code under this lock short of a failed allocation.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl State {
-    /// Gives each waiting request to the link with the fewest bytes due, while one has room.
-    fn send_waiting(&mut self, options: &TcpOptions) {
-        let depth = options.depth.clamp(1, MAX_DEPTH) as usize;
-        let now = Instant::now();
-        while !self.waiting.is_empty() {
-            let open = self.links.iter().enumerate().filter(|(_, link)| {
-                link.socket.is_some() && !link.draining && link.flying.len() < depth
-            });
-            let Some((index, _)) = open.min_by_key(|(_, link)| link.due_bytes) else { break };
-            self.send_run(index, depth, now);
-        }
-    }
-
-    /// Sends to link `index` until it has its share of what waits, with one system call.
-    fn send_run(&mut self, index: usize, depth: usize, now: Instant) {
-        let up = self.links.iter().filter(|link| link.socket.is_some() && !link.draining).count();
-        let share = self.waiting.len().div_ceil(up.max(1));
-        let link = &mut self.links[index];
-        self.frames.clear();
-        for _ in 0..share.min(depth - link.flying.len()) {
-            let Some(mut pending) = self.waiting.pop_front() else { break };
-            pending.call.wire_id = self.next_wire_id;
-            pending.call.sent = now;
-            pending.call.attempts += 1;
-            self.next_wire_id += 1;
-            if link.flying.is_empty() && link.due_bytes == 0 {
-                link.head_since = now;
-            }
-            link.due_bytes += pending.call.identity.record_bytes();
-            let header = FrameHeader {
-                frame: FrameType::Fetch,
-                status: Status::Ok,
-                request_id: pending.call.wire_id,
-                body_bytes: FETCH_BYTES as u64,
-            };
-            let mut frame = [0; HEADER_BYTES + FETCH_BYTES];
-            frame[..HEADER_BYTES].copy_from_slice(&header.encode());
-            frame[HEADER_BYTES..].copy_from_slice(&encode_fetch(pending.call.key()));
-            self.frames.extend(frame);
-            link.flying.push_back(pending);
-        }
-        let Some(socket) = link.socket.as_deref() else { return };
-        let flags = rustix::net::SendFlags::NOSIGNAL | rustix::net::SendFlags::DONTWAIT;
-        let sent = rustix::net::send(socket, &self.frames, flags);
-        if sent != Ok(self.frames.len()) {
-            // The stream's thread sees the shutdown, and puts the requests back in line.
-            shut(socket);
-            link.draining = true;
-        }
-    }
-
-    /// Empties link `index`: its requests wait again, but for those that have had their turns or
-    /// their time, which are returned, the latter with how long they waited.
-    fn take_down(
-        &mut self,
-        index: usize,
-        end: &LinkEnd,
-        options: &TcpOptions,
-    ) -> Vec<(Pending, Option<Duration>)> {
-        let link = &mut self.links[index];
-        if let Some(socket) = link.socket.take() {
-            shut(&socket);
-        }
-        link.due_bytes = 0;
-        link.arriving = None;
-        let mut flying = std::mem::take(&mut link.flying);
-        if std::mem::take(&mut link.cut_short) {
-            // A record that the peer cannot finish breaks every link that asks for it: behind its
-            // neighbours it costs them no more of their attempts.
-            flying.rotate_left(1);
-        }
-        let stalled = matches!(end, LinkEnd::Stalled);
-        let closing = matches!(end, LinkEnd::Closing);
-        let mut ended = Vec::new();
-        let mut again = Vec::new();
-        for pending in flying {
-            let waited = pending.call.sent.elapsed();
-            let late = stalled && waited >= options.deadline;
-            if late || !(closing || pending.call.may_retry(options)) {
-                ended.push((pending, late.then_some(waited)));
-            } else {
-                again.push(pending);
-            }
-        }
-        again.into_iter().rev().for_each(|pending| self.waiting.push_front(pending));
-        // With no answer on any link for a deadline, the peer has stalled and not this link
-        // alone: what has waited behind the pipelines for as long must not wait for it again.
-        if stalled && self.last_answer.elapsed() >= options.deadline {
-            let waiting = std::mem::take(&mut self.waiting);
-            for pending in waiting {
-                let waited = pending.call.submitted.elapsed();
-                if waited >= options.deadline {
-                    ended.push((pending, Some(waited)));
-                } else {
-                    self.waiting.push_back(pending);
-                }
-            }
-        }
-        ended
-    }
-
-    /// Takes out what has waited too long for a link, with the reason.
-    fn expired(&mut self, options: &TcpOptions) -> Vec<(Pending, String)> {
-        let Some(since) = self.down_since else { return Vec::new() };
-        if since.elapsed() < options.deadline || self.waiting.is_empty() {
-            return Vec::new();
-        }
-        let down_ms = since.elapsed().as_millis();
-        let reason = format!("no connection for {down_ms} ms: {}", self.last_end);
-        self.waiting.drain(..).map(|pending| (pending, reason.clone())).collect()
-    }
-}
-
-/// Ends both directions. An error means that the socket has ended already.
-fn shut(socket: &TcpStream) {
-    if let Err(error) = socket.shutdown(Shutdown::Both) {
-        tracing::trace!(%error, "shutdown of a socket that had ended");
     }
 }

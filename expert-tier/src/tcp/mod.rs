@@ -10,18 +10,32 @@
 //!   request sent before that span began fails with it. Where no stream has had an answer for as
 //!   long, so does every request that waits behind them: a stalled peer costs one deadline
 //!   however many requests it holds.
+//! * However the peer answers, a request ends `total` after it was submitted, with `Deadline`.
+//!   The clock of `deadline` starts anew with each answer, so it finds a stall but does not bound
+//!   a request: behind fifteen others, each just in time, it is sixteen deadlines old. One that
+//!   waits ends there and then. One that is on a stream ends for its caller, and its slot stays
+//!   with the stream until the answer has been drained or the stream has ended.
 //! * Requests wait for a connection at most `deadline` after the last stream was lost. Once a
 //!   peer has been gone for longer, requests fail at once, until a stream is back.
 //! * A request is sent at most `attempts` times. One whose answer breaks off is sent again behind
 //!   those that shared its stream, so that a record which the peer cannot finish fails alone.
-//! * Connecting and shaking hands take at most `connect` together.
+//! * Looking up the peer's address, connecting and shaking hands take at most `connect` together.
+//!   Closing the backend ends that, as it ends every wait, within a tick of 50 ms.
+//!
+//! The backend is healthy if what it last did on any stream went well: a connection, or a whole
+//! answer, which may be an error status. A stream that broke or could not connect makes it
+//! unhealthy until the next success, on whichever stream: with several, one that works shows that
+//! the peer is there. Being refused as busy counts for nothing while another stream is up: a peer
+//! that allows fewer connections than are wanted works, with fewer, for as long as it likes.
 //!
 //! A slot being filled belongs to the thread that receives into it. The socket is the only way
 //! for bytes to get there, so once that thread has stopped reading, nothing else can write.
 
+mod addresses;
 mod call;
 mod desk;
 mod dial;
+mod links;
 mod stream;
 
 use std::sync::Arc;
@@ -33,7 +47,9 @@ use railset::BackoffSettings;
 use crate::error::{FetchError, FetchFailure};
 use crate::fingerprint::Fingerprint;
 use crate::store::manifest::Manifest;
-use crate::tier::{Completion, CompletionQueue, ExpertTier, FetchRequest, Ticket, TierKind};
+use crate::tier::{
+    self, Completion, CompletionQueue, ExpertTier, FetchRequest, Outcome, Ticket, TierKind,
+};
 use crate::wire::Secret;
 use crate::wire::handshake::Goal;
 use call::{Call, Pending};
@@ -45,7 +61,9 @@ pub const MAX_STREAMS: u32 = 16;
 /// Most requests in flight on one stream: 512 requests of 32 bytes fit any socket's send buffer.
 pub const MAX_DEPTH: u32 = 512;
 /// How often a waiting thread looks at the clock.
-pub(crate) const TICK: Duration = Duration::from_millis(50);
+pub(crate) const TICK: Duration = crate::wire::io::TICK;
+/// Shortest time between two looks at every request's age.
+const LOOK: Duration = Duration::from_millis(20);
 
 /// Settings of [`TcpTier`].
 #[derive(Clone, Debug)]
@@ -56,10 +74,12 @@ pub struct TcpOptions {
     pub streams: u32,
     /// Requests in flight per connection, 1 to [`MAX_DEPTH`].
     pub depth: u32,
-    /// Longest time without the record that is due. Once no connection has been up for as long,
-    /// requests fail at once until one is back.
+    /// Longest time without the record that is due: finds a peer that has stalled. Once no
+    /// connection has been up for as long, requests fail at once until one is back.
     pub deadline: Duration,
-    /// Longest time to connect and shake hands.
+    /// Longest time from submitting a request to its end, whatever the peer does.
+    pub total: Duration,
+    /// Longest time to look up the peer's address, connect and shake hands.
     pub connect: Duration,
     /// How often one request may be sent, 1 or more.
     pub attempts: u32,
@@ -80,6 +100,7 @@ impl TcpOptions {
             streams: 2,
             depth: 16,
             deadline: Duration::from_secs(2),
+            total: Duration::from_secs(30),
             connect: Duration::from_secs(1),
             attempts: 3,
             backoff: BackoffSettings::default(),
@@ -103,7 +124,7 @@ impl TcpTier {
     pub fn connect(options: TcpOptions) -> Result<Self, DialError> {
         let dialler = Dialler::new(options.peer.clone(), options.secret.clone(), options.connect);
         let (socket, manifest) = dialler.dial(Goal::Discover(options.fingerprint))?;
-        let no_manifest = || DialError::BadStatus { peer: options.peer.clone() };
+        let no_manifest = || DialError::NoManifest { peer: options.peer.clone() };
         let manifest = manifest.ok_or_else(no_manifest)?;
         tracing::info!(peer = %options.peer, fingerprint = %manifest.fingerprint(),
             model = manifest.model(), records = manifest.layout().records(), "attached");
@@ -116,10 +137,7 @@ impl TcpTier {
             let thread = std::thread::Builder::new()
                 .name(format!("tcp-{index}"))
                 .spawn(move || stream::run(&desk, index, socket))
-                .map_err(|source| DialError::Connect {
-                    peer: tier.desk.options.peer.clone(),
-                    source,
-                })?;
+                .map_err(|source| DialError::Thread { what: "serve a stream", source })?;
             tier.threads.push(thread);
         }
         Ok(tier)
@@ -129,6 +147,23 @@ impl TcpTier {
     #[must_use]
     pub fn reconnects(&self) -> u64 {
         self.desk.reconnects()
+    }
+}
+
+impl TcpTier {
+    /// Streams may all be busy connecting; the caller's own wait then watches the bounds.
+    fn poll_by<T>(&self, wait: Duration, pop: impl Fn(Duration) -> Option<T>) -> Option<T> {
+        let until = tier::after(wait);
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            if let Some(popped) = pop(left.min(TICK)) {
+                return Some(popped);
+            }
+            self.desk.expire();
+            if left.is_zero() {
+                return pop(Duration::ZERO);
+            }
+        }
     }
 }
 
@@ -161,6 +196,10 @@ impl ExpertTier for TcpTier {
         self.desk.options.deadline
     }
 
+    fn bound(&self) -> Duration {
+        self.desk.options.total
+    }
+
     fn submit(&self, batch: &mut Vec<FetchRequest>, queue: &CompletionQueue) {
         let submitted = Instant::now();
         for request in batch.drain(..) {
@@ -179,8 +218,8 @@ impl ExpertTier for TcpTier {
                     continue;
                 }
             };
-            self.desk.accounts.failed(&refused.error);
-            queue.push(Completion { ticket, key, outcome: Err(refused) });
+            let (accounts, outcome) = (&self.desk.accounts, Outcome::Failed(refused));
+            accounts.complete(queue, (ticket, key), submitted.elapsed(), outcome);
         }
         self.desk.dispatch();
     }
@@ -190,15 +229,11 @@ impl ExpertTier for TcpTier {
     }
 
     fn poll(&self, queue: &CompletionQueue, wait: Duration) -> Option<Completion> {
-        // Streams may all be busy connecting; the caller's own wait then watches the deadlines.
-        let until = Instant::now() + wait;
-        loop {
-            let left = until.saturating_duration_since(Instant::now());
-            let completion = queue.pop(left.min(TICK));
-            if completion.is_some() || left.is_zero() {
-                return completion;
-            }
-            self.desk.expire();
-        }
+        self.poll_by(wait, |wait| queue.pop(wait))
+    }
+
+    #[cfg(feature = "unverified")]
+    fn poll_landed(&self, queue: &CompletionQueue, wait: Duration) -> Option<tier::Landed> {
+        self.poll_by(wait, |wait| queue.pop_landed(wait))
     }
 }

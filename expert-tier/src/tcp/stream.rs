@@ -11,9 +11,12 @@ use rustix::net::RecvFlags;
 
 use super::TICK;
 use super::call::{Call, Pending};
-use super::desk::{Desk, DrainSaid, LinkEnd};
-use crate::arena::{Filling, Slot};
-use crate::error::{FetchError, FetchFailure};
+use super::desk::Desk;
+use super::dial::DialError;
+use super::links::{DrainSaid, LinkEnd};
+use crate::arena::{Filling, Judged, Rejected, Slot};
+use crate::error::FetchError;
+use crate::tier::{Fetched, Outcome, Source, TierKind};
 use crate::wire::frame::{FrameHeader, FrameType, HEADER_BYTES, MAX_TEXT_BYTES, Status};
 use crate::wire::handshake::Goal;
 
@@ -30,11 +33,8 @@ pub(super) fn run(desk: &Desk, index: usize, first: Option<TcpStream>) {
             Some(socket) => socket,
             None => match dial(desk) {
                 Ok(socket) => socket,
-                Err(reason) => {
-                    if backoff.failures() == 0 {
-                        tracing::warn!(stream = index, reason, "cannot connect; trying again");
-                    }
-                    desk.dial_failed(&reason);
+                Err(error) => {
+                    desk.dial_failed(index, &error);
                     if desk.pause(backoff.failed(rand::rng().next_u32())) {
                         return;
                     }
@@ -62,9 +62,9 @@ pub(super) fn run(desk: &Desk, index: usize, first: Option<TcpStream>) {
     }
 }
 
-fn dial(desk: &Desk) -> Result<TcpStream, String> {
+fn dial(desk: &Desk) -> Result<TcpStream, DialError> {
     let goal = Goal::Resume(Arc::clone(&desk.manifest));
-    desk.dialler.dial(goal).map(|(socket, _)| socket).map_err(|error| error.to_string())
+    desk.dialler.dial_unless(&|| desk.closing(), goal)
 }
 
 /// The receiving half of one connection.
@@ -92,7 +92,7 @@ impl Receiver<'_> {
     /// Receives one frame from the peer.
     fn answer(&self) -> Result<(), LinkEnd> {
         let mut bytes = [0; HEADER_BYTES];
-        self.fill(&mut bytes, None)?;
+        self.fill(&mut bytes, || self.desk.overdue(self.index))?;
         let header = FrameHeader::decode(&bytes).map_err(broken)?;
         match header.frame {
             FrameType::Record => {
@@ -101,7 +101,8 @@ impl Receiver<'_> {
                     return Err(LinkEnd::Broken(format!("an answer to {id}, which is not due")));
                 };
                 self.record(&header, pending)?;
-                self.desk.next_due(self.index);
+                // There is room for another request.
+                self.desk.dispatch();
                 Ok(())
             }
             FrameType::Drain => match self.desk.drain(self.index) {
@@ -110,7 +111,9 @@ impl Receiver<'_> {
                 DrainSaid::Before => Err(LinkEnd::Broken("a second Drain frame".into())),
             },
             FrameType::Refusal => {
-                let text = self.text(header.body_bytes, Instant::now())?;
+                let since = Instant::now();
+                let late = || since.elapsed() >= self.desk.options.deadline;
+                let text = self.text(header.body_bytes, late)?;
                 let status = header.status.name();
                 Err(LinkEnd::Broken(format!("the peer closed ({status}): {text}")))
             }
@@ -124,7 +127,7 @@ impl Receiver<'_> {
         if header.status != Status::Ok {
             return self.refused(header, pending);
         }
-        let Pending { call, slot } = pending;
+        let Pending { mut call, slot } = pending;
         let expected = call.identity.record_bytes();
         if header.body_bytes != expected {
             let (key, found) = (call.key(), header.body_bytes);
@@ -139,12 +142,15 @@ impl Receiver<'_> {
                 let (key, needed) = (call.key(), refused.needed_bytes);
                 let capacity = refused.slot.capacity();
                 let error = FetchError::SlotTooSmall { key, needed, capacity };
-                self.desk.fail(call, error, Some(refused.slot));
+                self.desk.fail(&call, error, Some(refused.slot));
                 return Err(LinkEnd::Broken(format!("no slot for {key}")));
             }
         };
-        match self.fill_slot(&mut slot) {
-            Ok(()) => self.judge(call, slot),
+        match self.fill_slot(&mut slot, &mut call) {
+            Ok(()) => {
+                self.desk.whole(self.index, &mut call);
+                self.judge(call, slot);
+            }
             Err(end) => {
                 let key = call.key();
                 self.desk.put_back(self.index, Pending { call, slot: slot.abandon() });
@@ -162,67 +168,72 @@ impl Receiver<'_> {
     /// The whole record is in the slot: a residency if it is the right one.
     fn judge(&self, call: Call, slot: Slot<Filling>) {
         let desk = self.desk;
-        let judged = desk.accounts.judge(slot, &desk.manifest, || desk.options.peer.clone());
-        match judged {
-            Ok(fetched) => desk.succeed(call, fetched),
-            Err(failure) => self.reject(call, failure),
-        }
+        let outcome = match slot.judge(&desk.manifest) {
+            Judged::Record(residency) => {
+                Outcome::Fetched(Fetched { residency, source: Source::Tcp })
+            }
+            Judged::Rejected(rejected) => return self.reject(call, rejected),
+            #[cfg(feature = "unverified")]
+            Judged::Unchecked(unchecked) => Outcome::Unchecked(unchecked),
+        };
+        desk.complete(&call, outcome);
     }
 
     /// Sends the request once more, while it has attempts left.
-    fn reject(&self, mut call: Call, failure: FetchFailure) {
-        let key = call.key();
-        let FetchFailure { error, slot } = failure;
-        if let FetchError::Mismatch { mismatch, .. } = &*error {
-            // A record that is damaged at the peer fails at every attempt of every fetch.
-            let so_far = self.desk.count_rejection();
-            if so_far <= 8 || so_far.is_power_of_two() {
-                tracing::warn!(%key, %mismatch, peer = %self.desk.options.peer, so_far,
-                    "a record was rejected");
-            }
-            self.desk.landed(self.index, &mut call);
-            if let Some(slot) = slot {
-                if self.desk.may_retry(&call) {
-                    self.desk.retry(Pending { call, slot });
-                    return;
-                }
-                let cancelled = FetchError::Cancelled { key };
-                let error = if call.cancelled { cancelled } else { *error };
-                self.desk.fail(call, error, Some(slot));
-                return;
-            }
+    fn reject(&self, call: Call, rejected: Rejected) {
+        let (desk, key) = (self.desk, call.key());
+        // A record that is damaged at the peer fails at every attempt of every fetch.
+        let so_far = desk.count_rejection();
+        if so_far <= 8 || so_far.is_power_of_two() {
+            tracing::warn!(%key, mismatch = %rejected.mismatch, peer = %desk.options.peer, so_far,
+                "a record was rejected");
         }
-        self.desk.fail(call, *error, slot);
+        desk.accounts.count_mismatch();
+        let Rejected { slot, mismatch, .. } = rejected;
+        if desk.may_retry(&call) {
+            desk.retry(Pending { call, slot });
+            return;
+        }
+        let error = if call.cancelled {
+            FetchError::Cancelled { key }
+        } else {
+            let (backend, origin) = (TierKind::Rdma, desk.options.peer.clone());
+            FetchError::Mismatch { key, backend, origin, mismatch }
+        };
+        desk.fail(&call, error, Some(slot));
     }
 
     fn refused(&self, header: &FrameHeader, pending: Pending) -> Result<(), LinkEnd> {
-        let text = match self.text(header.body_bytes, self.desk.head_since(self.index)) {
+        let Pending { mut call, slot } = pending;
+        let since = self.desk.head_since(self.index);
+        let text = match self.text(header.body_bytes, || self.is_late(&mut call, since)) {
             Ok(text) => text,
             Err(end) => {
-                self.desk.put_back(self.index, pending);
+                self.desk.put_back(self.index, Pending { call, slot });
                 return Err(end);
             }
         };
         let status = header.status;
-        if matches!(status, Status::Draining | Status::Busy) && self.desk.may_retry(&pending.call) {
-            self.desk.put_back(self.index, pending);
+        if matches!(status, Status::Draining | Status::Busy) && self.desk.may_retry(&call) {
+            self.desk.put_back(self.index, Pending { call, slot });
             return Err(LinkEnd::Broken(text));
         }
-        let Pending { call, slot } = pending;
+        self.desk.whole(self.index, &mut call);
         let (key, peer) = (call.key(), self.desk.options.peer.clone());
-        self.desk.fail(call, FetchError::Peer { key, peer, status, text }, Some(slot));
+        self.desk.fail(&call, FetchError::Peer { key, peer, status, text }, Some(slot));
         Ok(())
     }
 
-    fn text(&self, body_bytes: u64, since: Instant) -> Result<String, LinkEnd> {
+    fn text(&self, body_bytes: u64, late: impl FnMut() -> bool) -> Result<String, LinkEnd> {
         let mut bytes = vec![0; usize::try_from(body_bytes.min(MAX_TEXT_BYTES)).unwrap_or(0)];
-        self.fill(&mut bytes, Some(since))?;
+        self.fill(&mut bytes, late)?;
         let text = String::from_utf8_lossy(&bytes);
         Ok(text.chars().filter(|c| !c.is_control()).collect())
     }
 
-    /// Receives a record; all of it must have come a deadline after it became due.
-    fn fill_slot(&self, slot: &mut Slot<Filling>) -> Result<(), LinkEnd> {
+    /// Receives a record; all of it must have come a deadline after it became due. One whose own
+    /// time is over is received all the same: the stream is sound, and the next answer is behind.
+    fn fill_slot(&self, slot: &mut Slot<Filling>, call: &mut Call) -> Result<(), LinkEnd> {
         let since = self.desk.head_since(self.index);
         while slot.remaining() > 0 {
             let spare = slot.spare();
@@ -233,16 +244,24 @@ impl Receiver<'_> {
                 Ok(count) => slot.advance(count),
                 Err(error) => self.judge_errno(error)?,
             }
-            if slot.remaining() > 0 && since.elapsed() >= self.desk.options.deadline {
+            if slot.remaining() > 0 && self.is_late(call, since) {
                 return Err(LinkEnd::Stalled);
             }
         }
         Ok(())
     }
 
-    /// Fills `out`, within a deadline from `since`; without one, for as long as nothing is
-    /// overdue. Bytes that trickle in are held to the same bound as none.
-    fn fill(&self, out: &mut [u8], since: Option<Instant>) -> Result<(), LinkEnd> {
+    /// Whether the answer to `call`, due since `since`, is overdue; tells its caller when the time
+    /// of the request itself is over, and looks after the requests of others.
+    fn is_late(&self, call: &mut Call, since: Instant) -> bool {
+        self.desk.tell_if_late(call);
+        self.desk.expire();
+        since.elapsed() >= self.desk.options.deadline
+    }
+
+    /// Fills `out` while it is not `late`. Bytes that trickle in are held to the same bound as
+    /// none.
+    fn fill(&self, out: &mut [u8], mut late: impl FnMut() -> bool) -> Result<(), LinkEnd> {
         let mut done = 0;
         while done < out.len() {
             match rustix::net::recv(self.socket, &mut out[done..], RecvFlags::empty()) {
@@ -250,10 +269,6 @@ impl Receiver<'_> {
                 Ok((count, _)) => done += count,
                 Err(error) => self.judge_errno(error)?,
             }
-            let late = || match since {
-                Some(since) => since.elapsed() >= self.desk.options.deadline,
-                None => self.desk.overdue(self.index),
-            };
             if done < out.len() && late() {
                 return Err(LinkEnd::Stalled);
             }

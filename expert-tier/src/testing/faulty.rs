@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use crate::error::{FetchError, FetchFailure};
+use crate::error::{Bound, FetchError, FetchFailure};
 use crate::record::Mismatch;
 use crate::store::manifest::Manifest;
 use crate::tier::{Completion, CompletionQueue, ExpertTier, FetchRequest, Ticket, TierKind};
@@ -58,7 +58,9 @@ impl<T: ExpertTier> FaultyTier<T> {
         let backend = self.kind();
         let origin = "a fault asked for".to_owned();
         let error = match fault {
-            Fault::Deadline => FetchError::Deadline { key, backend, waited: self.deadline() },
+            Fault::Deadline => {
+                FetchError::Deadline { key, backend, waited: self.deadline(), bound: Bound::Due }
+            }
             Fault::Unreachable => {
                 FetchError::Unreachable { key, peer: origin.clone(), reason: origin, attempts: 1 }
             }
@@ -91,6 +93,10 @@ impl<T: ExpertTier> ExpertTier for FaultyTier<T> {
         self.inner.deadline()
     }
 
+    fn bound(&self) -> Duration {
+        self.inner.bound()
+    }
+
     fn submit(&self, batch: &mut Vec<FetchRequest>, queue: &CompletionQueue) {
         let mut through = Vec::with_capacity(batch.len());
         for request in batch.drain(..) {
@@ -111,5 +117,10 @@ impl<T: ExpertTier> ExpertTier for FaultyTier<T> {
 
     fn poll(&self, queue: &CompletionQueue, wait: Duration) -> Option<Completion> {
         self.inner.poll(queue, wait)
+    }
+
+    #[cfg(feature = "unverified")]
+    fn poll_landed(&self, queue: &CompletionQueue, wait: Duration) -> Option<crate::tier::Landed> {
+        self.inner.poll_landed(queue, wait)
     }
 }

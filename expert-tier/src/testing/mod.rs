@@ -8,4 +8,4 @@ mod faulty;
 mod store;
 
 pub use faulty::{Fault, FaultyTier};
-pub use store::{TestStore, small_arena, tiny_manifest};
+pub use store::{TestStore, small_arena, sound_record, tiny_manifest};

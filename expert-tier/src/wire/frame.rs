@@ -23,61 +23,68 @@ pub const MAX_TEXT_BYTES: u64 = 1024;
 /// Longest status document.
 pub const MAX_STATUS_BYTES: u64 = 1 << 20;
 
-/// What a frame carries.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[repr(u16)]
-pub enum FrameType {
-    /// Client: who I am, which versions I speak, a nonce.
-    ClientHello = 1,
-    /// Peer: the version chosen, whether a proof is wanted, a nonce.
-    ServerHello = 2,
-    /// Client: proof that it knows the secret.
-    ClientProof = 3,
-    /// Peer: proof that it knows the secret.
-    ServerProof = 4,
-    /// Peer: the handshake is over; which store this is.
-    Welcome = 5,
-    /// Client: send the manifest.
-    ManifestRequest = 6,
-    /// Peer: the manifest's bytes.
-    Manifest = 7,
-    /// Client: I will fetch from the store of this fingerprint.
-    Attach = 8,
-    /// Peer: fetches are answered from here on.
-    Attached = 9,
-    /// Client: send a record.
-    Fetch = 16,
-    /// Peer: the record, or a status and a text.
-    Record = 17,
-    /// Client: describe yourself.
-    StatusRequest = 18,
-    /// Peer: a JSON document.
-    StatusReport = 19,
-    /// Peer: I will not serve you, with the reason; the connection closes.
-    Refusal = 32,
-    /// Peer: I am shutting down; requests already sent are still answered.
-    Drain = 33,
+/// An enum of the wire, and the list of its values: one place to add a variant to.
+macro_rules! wire_enum {
+    ($(#[$doc:meta])* $name:ident { $($(#[$about:meta])* $variant:ident = $value:literal,)* }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+        #[repr(u16)]
+        pub enum $name {
+            $($(#[$about])* $variant = $value,)*
+        }
+
+        impl $name {
+            /// Every value.
+            pub const ALL: &[Self] = &[$(Self::$variant),*];
+
+            /// The value that stands for `found` on the wire.
+            fn from_wire(found: u16) -> Option<Self> {
+                match found {
+                    $($value => Some(Self::$variant),)*
+                    _ => None,
+                }
+            }
+        }
+    };
+}
+
+wire_enum! {
+    /// What a frame carries.
+    FrameType {
+        /// Client: who I am, which versions I speak, a nonce.
+        ClientHello = 1,
+        /// Peer: the version chosen, whether a proof is wanted, a nonce.
+        ServerHello = 2,
+        /// Client: proof that it knows the secret.
+        ClientProof = 3,
+        /// Peer: proof that it knows the secret.
+        ServerProof = 4,
+        /// Peer: the handshake is over; which store this is.
+        Welcome = 5,
+        /// Client: send the manifest.
+        ManifestRequest = 6,
+        /// Peer: the manifest's bytes.
+        Manifest = 7,
+        /// Client: I will fetch from the store of this fingerprint.
+        Attach = 8,
+        /// Peer: fetches are answered from here on.
+        Attached = 9,
+        /// Client: send a record.
+        Fetch = 16,
+        /// Peer: the record, or a status and a text.
+        Record = 17,
+        /// Client: describe yourself.
+        StatusRequest = 18,
+        /// Peer: a JSON document.
+        StatusReport = 19,
+        /// Peer: I will not serve you, with the reason; the connection closes.
+        Refusal = 32,
+        /// Peer: I am shutting down; requests already sent are still answered.
+        Drain = 33,
+    }
 }
 
 impl FrameType {
-    const ALL: [Self; 15] = [
-        Self::ClientHello,
-        Self::ServerHello,
-        Self::ClientProof,
-        Self::ServerProof,
-        Self::Welcome,
-        Self::ManifestRequest,
-        Self::Manifest,
-        Self::Attach,
-        Self::Attached,
-        Self::Fetch,
-        Self::Record,
-        Self::StatusRequest,
-        Self::StatusReport,
-        Self::Refusal,
-        Self::Drain,
-    ];
-
     /// Shortest and longest body of this type, in bytes.
     #[must_use]
     pub fn body_range(self) -> (u64, u64) {
@@ -96,44 +103,32 @@ impl FrameType {
     }
 }
 
-/// How a request ended; every value but [`Ok`](Status::Ok) concerns that request alone, or, in a
-/// refusal, the connection.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[repr(u16)]
-pub enum Status {
-    /// The record follows.
-    Ok = 0,
-    /// The store has no such record.
-    NoSuchKey = 1,
-    /// The peer could not read its copy, or found it damaged.
-    Unreadable = 2,
-    /// The client speaks no version that the peer does.
-    Version = 3,
-    /// The proof is wrong, or there is a secret on one side only.
-    Secret = 4,
-    /// As many clients or connections as allowed are here.
-    Busy = 5,
-    /// The client wants another store.
-    OtherStore = 6,
-    /// A frame that the protocol does not allow at this point.
-    Protocol = 7,
-    /// The peer is shutting down.
-    Draining = 8,
+wire_enum! {
+    /// How a request ended; every value but [`Ok`](Status::Ok) concerns that request alone, or, in a
+    /// refusal, the connection.
+    Status {
+        /// The record follows.
+        Ok = 0,
+        /// The store has no such record.
+        NoSuchKey = 1,
+        /// The peer could not read its copy, or found it damaged.
+        Unreadable = 2,
+        /// The client speaks no version that the peer does.
+        Version = 3,
+        /// The proof is wrong, or there is a secret on one side only.
+        Secret = 4,
+        /// As many clients or connections as allowed are here.
+        Busy = 5,
+        /// The client wants another store.
+        OtherStore = 6,
+        /// A frame that the protocol does not allow at this point.
+        Protocol = 7,
+        /// The peer is shutting down.
+        Draining = 8,
+    }
 }
 
 impl Status {
-    const ALL: [Self; 9] = [
-        Self::Ok,
-        Self::NoSuchKey,
-        Self::Unreadable,
-        Self::Version,
-        Self::Secret,
-        Self::Busy,
-        Self::OtherStore,
-        Self::Protocol,
-        Self::Draining,
-    ];
-
     /// The value for metrics and logs.
     #[must_use]
     pub fn name(self) -> &'static str {
@@ -249,11 +244,9 @@ impl FrameHeader {
         let [t0, t1, s0, s1, r0, r1, r2, r3, rest @ ..] = *bytes;
         let [i0, i1, i2, i3, i4, i5, i6, i7, l0, l1, l2, l3, l4, l5, l6, l7] = rest;
         let found = u16::from_le_bytes([t0, t1]);
-        let frame = FrameType::ALL.into_iter().find(|&f| f as u16 == found);
-        let frame = frame.ok_or(FrameError::Type { found })?;
+        let frame = FrameType::from_wire(found).ok_or(FrameError::Type { found })?;
         let found = u16::from_le_bytes([s0, s1]);
-        let status = Status::ALL.into_iter().find(|&s| s as u16 == found);
-        let status = status.ok_or(FrameError::Status { found })?;
+        let status = Status::from_wire(found).ok_or(FrameError::Status { found })?;
         let found = u32::from_le_bytes([r0, r1, r2, r3]);
         if found != 0 {
             return Err(FrameError::Reserved { found });
@@ -295,11 +288,11 @@ mod tests {
 
     #[test]
     fn every_type_and_status_survives_the_wire() {
-        for frame in FrameType::ALL {
+        for &frame in FrameType::ALL {
             let header = FrameHeader::control(frame, frame.body_range().1);
             assert_eq!(FrameHeader::decode(&header.encode()), Ok(header));
         }
-        for status in Status::ALL {
+        for &status in Status::ALL {
             let header = FrameHeader { status, ..FrameHeader::control(FrameType::Refusal, 0) };
             assert_eq!(FrameHeader::decode(&header.encode()), Ok(header));
         }
@@ -307,7 +300,7 @@ mod tests {
 
     #[test]
     fn a_status_stands_on_answers_and_refusals_alone() {
-        for frame in FrameType::ALL {
+        for &frame in FrameType::ALL {
             let header = FrameHeader { status: Status::Busy, ..FrameHeader::control(frame, 0) };
             let allowed = matches!(frame, FrameType::Record | FrameType::Refusal);
             match FrameHeader::decode(&header.encode()) {
@@ -322,7 +315,7 @@ mod tests {
 
     #[test]
     fn only_requests_and_their_answers_have_an_id() {
-        for frame in FrameType::ALL {
+        for &frame in FrameType::ALL {
             let least = frame.body_range().0;
             let header = FrameHeader { request_id: 7, ..FrameHeader::control(frame, least) };
             let allowed = matches!(frame, FrameType::Fetch | FrameType::Record);
@@ -332,7 +325,7 @@ mod tests {
 
     #[test]
     fn a_length_beyond_its_type_is_refused_before_anything_is_allocated() {
-        for frame in FrameType::ALL {
+        for &frame in FrameType::ALL {
             let (least, most) = frame.body_range();
             let over = FrameHeader::control(frame, most + 1).encode();
             assert!(matches!(FrameHeader::decode(&over), Err(FrameError::Length { .. })));

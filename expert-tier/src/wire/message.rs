@@ -92,10 +92,13 @@ impl ServerHello {
         out
     }
 
-    /// Reads a body; `None` where length, magic or kind of proof is another's.
+    /// Reads a body; `None` where length, magic, kind of proof or a reserved byte is another's.
     #[must_use]
     pub fn decode(body: &[u8]) -> Option<Self> {
         let body: &[u8; Self::BYTES] = body.try_into().ok()?;
+        if body[11] != 0 || field::<8>(body, 16) != [0; 8] {
+            return None;
+        }
         let auth = match body[10] {
             0 => Auth::None,
             1 => Auth::SharedSecret,
@@ -214,5 +217,17 @@ mod tests {
         hello[10] = 9;
         assert!(ServerHello::decode(&hello).is_none());
         assert!(ClientHello::decode(&[0; 64]).is_none());
+    }
+
+    #[test]
+    fn a_server_hello_with_a_reserved_byte_set_is_none() {
+        let hello =
+            ServerHello { version: 1, auth: Auth::None, capabilities: 0, nonce: [0; 32] }.encode();
+        assert!(ServerHello::decode(&hello).is_some());
+        for at in [11, 16, 17, 18, 19, 20, 21, 22, 23] {
+            let mut reserved = hello;
+            reserved[at] = 1;
+            assert!(ServerHello::decode(&reserved).is_none(), "byte {at}");
+        }
     }
 }
