@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::ArgGroup;
+use expert_peer::cli::printable;
 use expert_tier::layout::{CHUNK_BYTES_RANGE, DEFAULT_CHUNK_BYTES};
 use expert_tier::pack::{
     self, MAX_WORKERS, PackOptions, PackPlan, PackSummary, Source, SyntheticSpec,
@@ -112,11 +113,14 @@ fn report(args: &Args, plan: &PackPlan, summary: &PackSummary) -> anyhow::Result
             "packed {records} of {layers}, {bytes}, in {seconds:.1} s\n\
              fingerprint {fingerprint}\n"
         ),
-        None => format!("would pack {records} of {layers}, {bytes}, of a {} model\n", plan.model()),
+        None => format!(
+            "would pack {records} of {layers}, {bytes}, of a {} model\n",
+            printable(plan.model())
+        ),
     };
     if !summary.left_dense.is_empty() {
         let names = summary.left_dense.join(", ");
-        text.push_str(&format!("left among the dense weights: {names}\n"));
+        text.push_str(&format!("left among the dense weights: {}\n", printable(&names)));
     }
     output::text(&text)
 }
