@@ -23,6 +23,12 @@ const TABLE: [(&str, Kind, Unit, &str); 6] = [
         "from a request's header to the last byte of its record handed to the system",
     ),
     (
+        "metrale_peer_fallbacks_total",
+        Kind::Counter,
+        Unit::Count,
+        "ways of sending given up for a slower one",
+    ),
+    (
         "metrale_peer_refusals_total",
         Kind::Counter,
         Unit::Count,
