@@ -186,6 +186,9 @@ fn counts_at(
 
 /// The number of experts of a layer that has several groups of them.
 fn groups(list: &[Option<u64>]) -> Option<u64> {
+    if list.is_empty() {
+        return None;
+    }
     list.iter().try_fold(0_u64, |sum, count| sum.checked_add((*count)?))
 }
 
@@ -247,9 +250,11 @@ mod tests {
         // A length that fits nothing: groups of experts, if their sum is the count.
         assert_eq!(says_of(&[3, 5], 1, 12), None);
         assert_eq!(says_of(&[3, 5], 1, 99), says("12"));
-        let list = config(r#"{"num_experts": [4, null, 4]}"#);
-        let unfit = list.disagrees(&[3, 5], 1, 8).unwrap().stated;
-        assert!(unfit.starts_with("[4,null,4], which has an entry neither"), "{unfit}");
+        for value in ["[4,null,4]", "[]"] {
+            let list = config(&format!("{{\"num_experts\": {value}}}"));
+            let unfit = list.disagrees(&[3, 5], 1, 8).unwrap().stated;
+            assert!(unfit.starts_with(&format!("{value}, which has an entry neither")), "{unfit}");
+        }
     }
 
     #[test]

@@ -275,6 +275,18 @@ mod tests {
     }
 
     #[test]
+    fn a_store_whose_parent_cannot_be_synced_is_said_to_be_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let out = dir.path().join("store");
+        let mut staged = staging(&out);
+        staged.target.parent = dir.path().join("gone");
+        let error = staged.publish().unwrap_err();
+        assert!(matches!(error, PackError::Unsynced { .. }) && out.is_dir(), "{error}");
+        let error = error.to_string();
+        assert!(error.contains("store and complete, but") && error.contains("gone"), "{error}");
+    }
+
+    #[test]
     fn only_nothing_or_an_empty_directory_can_become_a_store() {
         let dir = tempfile::tempdir().unwrap();
         assert!(Target::check(dir.path()).is_ok());
