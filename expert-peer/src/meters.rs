@@ -13,7 +13,7 @@ enum Kind {
     Histogram,
 }
 
-const TABLE: [(&str, Kind, Unit, &str); 6] = [
+const TABLE: [(&str, Kind, Unit, &str); 7] = [
     ("metrale_peer_requests_total", Kind::Counter, Unit::Count, "requests answered, by status"),
     ("metrale_peer_bytes_total", Kind::Counter, Unit::Bytes, "bytes of records sent"),
     (
