@@ -20,9 +20,9 @@ use crate::whole_file::write_whole;
 /// Longest wait for a completion or a slot before the program looks at the clock again.
 const WAIT: Duration = Duration::from_millis(500);
 
-const TRACE_HELP: &str = r#"Fetch what a routing trace asks for, line by line:
-{"step":0,"layer":3,"experts":[5,1]}, JSON of the forward pass, the layer, and the experts it was
-routed to"#;
+const TRACE_HELP: &str = "Fetch what a routing trace asks for, line by line: \
+    {\"step\":0,\"layer\":3,\"experts\":[5,1]}, JSON of the forward pass, the layer, and the experts \
+    it was routed to";
 
 #[derive(clap::Args, Debug)]
 pub(crate) struct Args {
