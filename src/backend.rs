@@ -4,83 +4,91 @@
 
 use std::fmt::Display;
 use std::ops::RangeInclusive;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
-use anyhow::Context;
-use expert_peer::cli::UsageError;
-use expert_tier::arena::{ArenaOptions, ExpertArena};
+use anyhow::anyhow;
+use expert_peer::cli::{HostPort, UsageError, read_secret, store_error};
+use expert_tier::arena::{ArenaError, ArenaOptions, ExpertArena};
 use expert_tier::fingerprint::Fingerprint;
 use expert_tier::layout::ExpertLayout;
 use expert_tier::posix::{PosixOptions, PosixTier};
+use expert_tier::store::StoreError;
 use expert_tier::tcp::{Dialler, TcpOptions, TcpTier};
 use expert_tier::tier::{ExpertTier, TierKind, UnknownBackend};
 use expert_tier::uma::{UmaOptions, UmaTier};
 use expert_tier::wire::Secret;
 use gpu_sys::env::{self, Variable};
-use gpu_sys::limits::{IpcLock, LockLimit};
-use gpu_sys::pinned::{HugePages, NumaPlacement};
+use gpu_sys::limits::{Bytes, IpcLock, LockLimit};
+use gpu_sys::pinned::{HugePages, NumaPlacement, PinError};
+
+use crate::values::ByteSize;
 
 /// Flags shared by everything that fetches.
 #[derive(clap::Args, Debug)]
 pub(crate) struct BackendArgs {
     /// Where experts come from: uma (a local store by direct reads), posix (a local store by
-    /// ordinary reads) or rdma (a peer over TCP) [default: uma]
+    /// ordinary reads) or rdma (a peer, over TCP in this build) [default: uma]
+    /// [env: METRALE_EXPERT_BACKEND]
     #[arg(long = "expert-backend", value_name = "BACKEND")]
     backend: Option<String>,
-    /// The local store
-    #[arg(long = "expert-store", alias = "store", value_name = "DIR")]
+    /// The local store [env: METRALE_EXPERT_STORE]
+    #[arg(long = "expert-store", visible_alias = "store", value_name = "DIR")]
     store: Option<PathBuf>,
-    /// The peer
-    #[arg(long = "expert-peer", alias = "peer", value_name = "HOST:PORT")]
-    peer: Option<String>,
+    /// The peer [env: METRALE_EXPERT_PEER]
+    #[arg(long = "expert-peer", visible_alias = "peer", value_name = "HOST:PORT")]
+    peer: Option<HostPort>,
     #[command(flatten)]
     secret: SecretArgs,
-    /// The store that the peer must serve; any other is refused
-    #[arg(long = "expert-fingerprint", value_name = "HEX")]
+    /// The store that the peer must serve; any other is refused [env: METRALE_EXPERT_FINGERPRINT]
+    #[arg(long = "expert-fingerprint", visible_alias = "fingerprint", value_name = "HEX")]
     fingerprint: Option<Fingerprint>,
-    /// Connections to the peer, 1 to 16 [default: 2]
-    #[arg(long = "expert-streams", alias = "streams", value_name = "N")]
+    /// Connections to the peer, 1 to 16 [default: 2] [env: METRALE_EXPERT_STREAMS]
+    #[arg(long = "expert-streams", visible_alias = "streams", value_name = "N")]
     streams: Option<u32>,
-    /// Requests in flight per connection, 1 to 512 [default: 16]
-    #[arg(long = "expert-depth", alias = "depth", value_name = "N")]
+    /// Requests in flight per connection, 1 to 512 [default: 16] [env: METRALE_EXPERT_DEPTH]
+    #[arg(long = "expert-depth", visible_alias = "depth", value_name = "N")]
     depth: Option<u32>,
-    /// Longest wait for the record that is due [default: 2000]
-    #[arg(long = "expert-deadline-ms", alias = "deadline-ms", value_name = "MS")]
+    /// Longest wait for the record that is due [default: 2000] [env: METRALE_EXPERT_DEADLINE_MS]
+    #[arg(long = "expert-deadline-ms", visible_alias = "deadline-ms", value_name = "MS")]
     deadline_ms: Option<u64>,
     /// Longest time from asking a peer for a record to its end [default: 30000]
-    #[arg(long = "expert-total-ms", alias = "total-ms", value_name = "MS")]
+    /// [env: METRALE_EXPERT_TOTAL_MS]
+    #[arg(long = "expert-total-ms", visible_alias = "total-ms", value_name = "MS")]
     total_ms: Option<u64>,
-    /// Longest time to connect and shake hands [default: 1000]
-    #[arg(long = "expert-connect-ms", alias = "connect-ms", value_name = "MS")]
+    /// Longest time to connect and shake hands [default: 1000] [env: METRALE_EXPERT_CONNECT_MS]
+    #[arg(long = "expert-connect-ms", visible_alias = "connect-ms", value_name = "MS")]
     connect_ms: Option<u64>,
-    /// How often one request is sent before it fails [default: 3]
-    #[arg(long = "expert-attempts", alias = "attempts", value_name = "N")]
+    /// How often one request is sent before it fails [default: 3] [env: METRALE_EXPERT_ATTEMPTS]
+    #[arg(long = "expert-attempts", visible_alias = "attempts", value_name = "N")]
     attempts: Option<u32>,
-    /// Pinned memory for fetched records [default: 256 MiB, or what the locked-memory limit allows]
-    #[arg(long = "expert-arena-bytes", alias = "arena-bytes", value_name = "BYTES")]
-    arena_bytes: Option<u64>,
+    /// Pinned memory for fetched records: bytes, or 512MiB, 2G [default: what the records asked
+    /// for need, at most 256 MiB and what the locked-memory limit leaves]
+    /// [env: METRALE_EXPERT_ARENA_BYTES]
+    #[arg(long = "expert-arena-bytes", visible_alias = "arena-bytes", value_name = "BYTES")]
+    arena_bytes: Option<ByteSize>,
     /// Whether the arena uses huge pages where there are some: auto or off [default: auto]
-    #[arg(long = "expert-huge-pages", alias = "huge-pages", value_name = "WHEN")]
+    /// [env: METRALE_EXPERT_HUGE_PAGES]
+    #[arg(long = "expert-huge-pages", visible_alias = "huge-pages", value_name = "WHEN")]
     huge_pages: Option<PageWish>,
-    /// Memory node of the arena [default: the kernel's choice]
-    #[arg(long = "expert-numa-node", alias = "numa-node", value_name = "NODE")]
+    /// Memory node of the arena [default: the kernel's choice] [env: METRALE_EXPERT_NUMA_NODE]
+    #[arg(long = "expert-numa-node", visible_alias = "numa-node", value_name = "NODE")]
     numa_node: Option<u32>,
 }
 
 /// The flag of the shared secret, and its variable.
 #[derive(clap::Args, Debug)]
 pub(crate) struct SecretArgs {
-    /// File with the secret shared with the peer
-    #[arg(long = "expert-secret-file", alias = "secret-file", value_name = "FILE")]
+    /// File with the secret shared with the peer [env: METRALE_EXPERT_SECRET_FILE]
+    #[arg(long = "expert-secret-file", visible_alias = "secret-file", value_name = "FILE")]
     secret_file: Option<PathBuf>,
 }
 
 impl SecretArgs {
     pub(crate) fn read(&self) -> anyhow::Result<Option<Secret>> {
         let file = setting(self.secret_file.clone(), &env::EXPERT_SECRET_FILE)?;
-        Ok(file.as_deref().map(Secret::read).transpose()?)
+        Ok(file.as_deref().map(read_secret).transpose()?)
     }
 }
 
@@ -101,11 +109,11 @@ impl BackendArgs {
             TierKind::Posix => {
                 let deadline = self.deadline()?;
                 let options = PosixOptions { deadline, ..PosixOptions::default() };
-                (Box::new(PosixTier::open(&self.store(kind)?, options)?), None)
+                (self.open_store(kind, |store| PosixTier::open(store, options))?, None)
             }
             TierKind::Uma => {
                 let options = UmaOptions { deadline: self.deadline()?, ..UmaOptions::default() };
-                (Box::new(UmaTier::open(&self.store(kind)?, &options)?), None)
+                (self.open_store(kind, |store| UmaTier::open(store, &options))?, None)
             }
             TierKind::Rdma => {
                 let options = self.tcp()?;
@@ -126,6 +134,15 @@ impl BackendArgs {
             missing.0.push_str("; for a peer, choose --expert-backend rdma");
         }
         Ok(store.ok_or(missing)?)
+    }
+
+    fn open_store<T: ExpertTier + 'static>(
+        &self,
+        kind: TierKind,
+        open: impl FnOnce(&Path) -> Result<T, StoreError>,
+    ) -> anyhow::Result<Box<dyn ExpertTier>> {
+        let dir = self.store(kind)?;
+        Ok(Box::new(open(&dir).map_err(|error| store_error(&dir, error))?))
     }
 
     fn kind(&self) -> anyhow::Result<TierKind> {
@@ -150,7 +167,7 @@ impl BackendArgs {
 
     fn tcp(&self) -> anyhow::Result<TcpOptions> {
         let peer = setting(self.peer.clone(), &env::EXPERT_PEER)?;
-        let peer = peer.ok_or_else(|| missing("rdma", "a peer", &env::EXPERT_PEER))?;
+        let HostPort(peer) = peer.ok_or_else(|| missing("rdma", "a peer", &env::EXPERT_PEER))?;
         let connect_ms = number(self.connect_ms, &env::EXPERT_CONNECT_MS, 1..=600_000, 1000)?;
         let total_ms = number(self.total_ms, &env::EXPERT_TOTAL_MS, 1..=3_600_000, 30_000)?;
         Ok(TcpOptions {
@@ -167,8 +184,9 @@ impl BackendArgs {
     }
 
     fn arena(&self, layout: &ExpertLayout, most_records: u64) -> anyhow::Result<ExpertArena> {
-        let bytes = setting(self.arena_bytes, &env::EXPERT_ARENA_BYTES)?;
-        let bytes = bytes.unwrap_or_else(|| default_arena_bytes(layout, most_records));
+        let given = setting(self.arena_bytes, &env::EXPERT_ARENA_BYTES)?;
+        let bytes = given
+            .map_or_else(|| default_arena_bytes(layout, most_records), |ByteSize(bytes)| bytes);
         let mut options = ArenaOptions::for_layout(layout, bytes)?;
         if let Some(huge_pages) = setting(self.huge_pages, &env::EXPERT_HUGE_PAGES)? {
             options.huge_pages = huge_pages.0;
@@ -176,7 +194,18 @@ impl BackendArgs {
         if let Some(node) = setting(self.numa_node, &env::EXPERT_NUMA_NODE)? {
             options.numa = NumaPlacement::Node(node);
         }
-        ExpertArena::new(&options).context("cannot make the arena")
+        ExpertArena::new(&options).map_err(|error| match error {
+            // The library's advice to lower the arena would be no help here.
+            ArenaError::Pin(PinError::LockLimit { limit, .. }) if bytes <= layout.max_stride() => {
+                let needed_bytes = Bytes(layout.max_stride());
+                anyhow!(
+                    "one record of this store needs {needed_bytes} of locked memory, the limit is \
+                     {limit}: raise `ulimit -l` (LimitMEMLOCK= in a systemd unit, --ulimit \
+                     memlock= for a container), or grant CAP_IPC_LOCK; no smaller arena would do"
+                )
+            }
+            error => anyhow::Error::new(error).context("cannot make the arena"),
+        })
     }
 }
 
@@ -202,12 +231,22 @@ impl FromStr for PageWish {
 fn default_arena_bytes(layout: &ExpertLayout, most_records: u64) -> u64 {
     const MOST: u64 = 256 << 20;
     let needed = layout.max_stride().saturating_mul(most_records.min(layout.records()));
+    let wanted = MOST.min(needed).max(layout.max_stride());
     let limit = LockLimit::current();
     let room = match (limit.capability, limit.soft_bytes) {
         (IpcLock::Absent, Some(soft)) => soft.saturating_sub(limit.locked_bytes),
         (IpcLock::Granted, _) | (_, None) => u64::MAX,
     };
-    MOST.min(needed).min(room).max(layout.max_stride())
+    let bytes = wanted.min(room).max(layout.max_stride());
+    // One that leaves no room for a record is an error, told where the memory is asked for.
+    if bytes < wanted && bytes <= room {
+        let (bytes, wanted) = (Bytes(bytes), Bytes(wanted));
+        tracing::info!(
+            "the arena is {bytes} instead of {wanted}: the locked-memory limit is {limit}; raise \
+             `ulimit -l`, or grant CAP_IPC_LOCK, to hold more records at once"
+        );
+    }
+    bytes
 }
 
 /// The flag's value, else the variable's.

@@ -7,16 +7,19 @@
 mod backend;
 mod commands;
 mod output;
+mod signals;
+mod values;
+mod whole_file;
 
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use expert_peer::cli::{exit_code, one_line, start_logging};
+use expert_peer::cli::{LOG_HELP, exit_code, one_line, start_logging};
 
 use crate::commands::{bench, extract, fetch, inspect, pack, peer, verify};
 
 #[derive(Parser)]
-#[command(name = "metrale", version, about, max_term_width = 100)]
+#[command(name = "metrale", version, about, max_term_width = 100, after_help = LOG_HELP)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -33,6 +36,7 @@ enum Command {
     /// Write an expert's tensors to stdout
     Extract(extract::Args),
     /// Fetch experts into the arena, checked
+    #[command(after_help = LOG_HELP)]
     Fetch(Box<fetch::Args>),
     /// Measure how fast experts come
     Bench(Box<bench::Args>),
@@ -41,6 +45,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    gpu_sys::limits::raise_open_files();
     start_logging();
     let outcome = match Cli::parse().command {
         Command::Pack(args) => pack::run(&args),
@@ -56,7 +61,7 @@ fn main() -> ExitCode {
         // Whoever read our output had enough of it.
         Err(error) if output::is_unread(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("metrale: {}", one_line(&error));
+            expert_peer::cli::complain(format_args!("metrale: {}", one_line(&error)));
             exit_code(&error)
         }
     }

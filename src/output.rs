@@ -9,9 +9,21 @@ use serde::Serialize;
 
 /// Writes one JSON object and a line end to stdout.
 pub(crate) fn json(value: &impl Serialize) -> anyhow::Result<()> {
-    let mut line = serde_json::to_string(value).context("cannot write the result as JSON")?;
-    line.push('\n');
-    text(&line)
+    let line = serde_json::to_string(value).context("cannot write the result as JSON")?;
+    text(&(terminal_safe(&line) + "\n"))
+}
+
+/// JSON with the control characters escaped that it may have as they are, from U+007F on.
+fn terminal_safe(json: &str) -> String {
+    let mut safe = String::with_capacity(json.len() + 1);
+    for c in json.chars() {
+        if c.is_control() {
+            safe.push_str(&format!("\\u{:04x}", u32::from(c)));
+        } else {
+            safe.push(c);
+        }
+    }
+    safe
 }
 
 /// Writes text to stdout.
@@ -85,6 +97,12 @@ pub(crate) fn human_bytes(bytes: u64) -> String {
         unit = next;
     }
     if unit == "B" { format!("{bytes} B") } else { format!("{value:.1} {unit}") }
+}
+
+/// A number of things as a person reads it: `1 record`, `2 records`.
+pub(crate) fn count(number: u64, thing: &str) -> String {
+    let plural = if number == 1 { "" } else { "s" };
+    format!("{number} {thing}{plural}")
 }
 
 /// A shape as the tools print it: `[32,64]`, a scalar as `[]`.

@@ -5,14 +5,14 @@ mod peer_support;
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 
 use expert_tier::key::ExpertKey;
 use expert_tier::testing::TestStore;
 use serde_json::Value;
 
 use peer_support::process::{Peer, metrale};
-use peer_support::small_store;
+use peer_support::{small_store, wait_until};
 
 /// `metrale fetch` by the peer, of everything.
 fn fetch_all(peer: &Peer) -> Command {
@@ -111,6 +111,12 @@ fn a_backend_without_its_source_is_wrong_usage() {
 fn a_variable_that_cannot_be_used_is_wrong_usage_and_named() {
     let store = small_store(91);
     let peer = Peer::start(&store.path(), &[]);
+    let of_peer = |name, value: &str| {
+        let mut command = metrale();
+        command.args(["fetch", "--all", "--expert-backend", "rdma"]);
+        command.env("METRALE_EXPERT_PEER", peer.address()).env(name, value);
+        command
+    };
     for (name, value) in [
         ("METRALE_EXPERT_DEPTH", "many"),
         ("METRALE_EXPERT_DEPTH", "0"),
@@ -123,10 +129,11 @@ fn a_variable_that_cannot_be_used_is_wrong_usage_and_named() {
         ("METRALE_EXPERT_ATTEMPTS", "0"),
         ("METRALE_EXPERT_FINGERPRINT", "abcd"),
         ("METRALE_EXPERT_ARENA_BYTES", "1GB"),
+        ("METRALE_EXPERT_PEER", "peer-without-port"),
         ("METRALE_EXPERT_HUGE_PAGES", "maybe"),
         ("METRALE_EXPERT_NUMA_NODE", "first"),
     ] {
-        let error = fails(fetch_all(&peer).env(name, value), 2);
+        let error = fails(&mut of_peer(name, value), 2);
         assert!(error.contains(name), "{error}");
         assert!(error.contains(value), "{error}");
         // The same command does with the variable empty.
@@ -375,6 +382,163 @@ fn the_report_of_a_measurement_has_the_documented_fields() {
         let output = bench("posix").args(wrong).output().unwrap();
         assert_eq!(output.status.code(), Some(2), "{output:?}");
     }
+}
+
+#[test]
+fn a_file_for_more_than_one_record_is_wrong_usage() {
+    let store = small_store(102);
+    let out = store.scratch().join("expert.bin");
+    for what in [["--all"].as_slice(), &["--trace", "trace.jsonl"]] {
+        let output = fetch_local(&store.path()).args(what).arg("--out").arg(&out).output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{output:?}");
+        assert!(stderr(&output).contains("--out"), "{output:?}");
+        assert!(!out.exists());
+    }
+}
+
+#[test]
+fn the_size_of_the_arena_takes_suffixes() {
+    let store = small_store(103);
+    for size in ["1M", "1MiB", "1024K", "1048576"] {
+        let mut command = fetch_local(&store.path());
+        let output = command.args(["--all", "--arena-bytes", size]).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        // What is left of 1 MiB fits no further slot.
+        assert!(stderr(&output).contains("slots 3 x 8 KiB + 3 x 296 KiB"), "{output:?}");
+    }
+    let error = fails(fetch_local(&store.path()).args(["--all", "--arena-bytes", "1K"]), 1);
+    assert!(error.contains("an arena of 1 KiB is too small"), "{error}");
+}
+
+#[test]
+fn the_help_names_every_variable_and_every_short_form() {
+    let output = metrale().args(["fetch", "--help"]).output().unwrap();
+    let help = String::from_utf8(output.stdout).unwrap();
+    for variable in gpu_sys::env::TABLE {
+        let (name, flag) = (variable.name, variable.flag());
+        assert!(help.contains(&format!("[env: {name}]")), "{name}");
+        assert!(help.contains(&format!("--{flag} <")), "{flag}");
+        let short = flag.trim_start_matches("expert-");
+        let alias = short == "backend" || help.contains(&format!("[alias: --{short}]"));
+        assert!(alias, "{short}: {help}");
+    }
+    for part in
+        ["METRALE_LOG", "over TCP in this build", "{\"step\":0,\"layer\":3,\"experts\":[5,1]}"]
+    {
+        assert!(help.contains(part), "{part}");
+    }
+}
+
+#[test]
+fn a_result_is_told_as_a_person_would_tell_it() {
+    let store = small_store(104);
+    let text = |command: &mut Command| {
+        String::from_utf8(command.output().expect("metrale starts").stdout).unwrap()
+    };
+    let mut one = fetch_local(&store.path());
+    let said = text(one.args(["--layer", "0", "--expert", "0"]));
+    assert!(said.starts_with("1 record, 5000 bytes by posix"), "{said}");
+    let trace = store.scratch().join("trace.jsonl");
+    std::fs::write(&trace, "{\"step\":0,\"layer\":9,\"experts\":[1,2]}\n").unwrap();
+    let said = text(fetch_local(&store.path()).arg("--trace").arg(&trace));
+    assert!(said.starts_with("no record came by posix") && said.contains("2 failed"), "{said}");
+    let mut local = metrale();
+    local.args(["bench", "fetch", "--seconds", "0.1", "--store"]).arg(store.path());
+    let said = text(&mut local);
+    assert!(!said.contains("peer"), "{said}");
+}
+
+/// Starts a measurement by the peer, waits until it is past its half second of warming up, and
+/// lets the test do something to the peer before the measurement ends.
+fn measure_while(peer: &mut Peer, json: bool, disturb: impl FnOnce(&mut Peer)) -> Output {
+    let mut command = metrale();
+    command.args(["bench", "fetch", "--expert-backend", "rdma", "--peer", &peer.address()]);
+    command.args(["--seconds", "3", "--deadline-ms", "100", "--connect-ms", "500"]);
+    command.args(json.then_some("--json"));
+    let child =
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("metrale starts");
+    wait_until("the first records", || peer.status().served > 0);
+    let begun_s = peer.status().uptime_s;
+    wait_until("the warming up to end", || peer.status().uptime_s > begun_s + 1.0);
+    disturb(peer);
+    child.wait_with_output().expect("a child of ours")
+}
+
+#[test]
+fn a_measurement_outlives_its_peer() {
+    let store = small_store(105);
+    for json in [true, false] {
+        let mut peer = Peer::start(&store.path(), &[]);
+        let output = measure_while(&mut peer, json, Peer::kill);
+        assert_eq!(output.status.code(), Some(1), "{output:?}");
+        let said = stderr(&output);
+        assert!(said.contains("the peer's processor time is unknown: cannot connect"), "{said}");
+        let text = String::from_utf8(output.stdout).unwrap();
+        if !json {
+            assert!(text.contains(" here, unknown at the peer; "), "{text}");
+            continue;
+        }
+        let report: Value = serde_json::from_str(&text).expect("one JSON object");
+        let object = report.as_object().unwrap();
+        assert_eq!(object.get("peer_cpu_s"), Some(&Value::Null), "{text}");
+        assert!(report["records"].as_u64().unwrap() > 0, "{text}");
+        // At most one failure per pause of 50 ms, and those of the loss itself.
+        let errors = report["errors"].as_u64().unwrap();
+        assert!((1..=100).contains(&errors), "{text}");
+    }
+}
+
+#[test]
+fn a_measurement_does_not_mix_two_lives_of_a_peer() {
+    let store = small_store(106);
+    let mut peer = Peer::start(&store.path(), &[]);
+    let output = measure_while(&mut peer, true, |peer| {
+        peer.kill();
+        peer.restart(&store.path());
+    });
+    let report: Value = serde_json::from_slice(&output.stdout).expect("one JSON object");
+    assert_eq!(report["peer_cpu_s"], Value::Null, "{output:?}");
+    let said = stderr(&output);
+    assert!(said.contains("processor time is unknown: the peer was restarted"), "{said}");
+}
+
+/// `metrale fetch` of everything with at most `limit_bytes` of locked memory.
+fn fetch_locking(limit_bytes: u64, store: &Path) -> Output {
+    use gpu_sys::limits::{IpcLock, LockLimit};
+    let limit = format!("--memlock={limit_bytes}:{limit_bytes}");
+    let mut command = match LockLimit::current().capability {
+        IpcLock::Granted => {
+            let mut command = Command::new("setpriv");
+            command.args(["--bounding-set=-ipc_lock", "prlimit", &limit]);
+            command
+        }
+        IpcLock::Absent => {
+            let mut command = Command::new("prlimit");
+            command.arg(limit);
+            command
+        }
+    };
+    command.arg(env!("CARGO_BIN_EXE_metrale"));
+    command.args(["fetch", "--all", "--expert-backend", "posix", "--store"]).arg(store);
+    command.env_remove("METRALE_LOG").output().expect("prlimit starts")
+}
+
+#[test]
+fn a_low_limit_of_locked_memory_makes_the_arena_smaller_and_says_so() {
+    let store = TestStore::new(1, 40, &[20_000], 107);
+    let output = fetch_locking(100 << 10, &store.path());
+    assert!(output.status.success(), "{output:?}");
+    let said = stderr(&output);
+    for part in ["the arena is 100 KiB instead of 800 KiB", "limit is 100 KiB", "ulimit -l"] {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+    let output = fetch_locking(16 << 10, &store.path());
+    assert_eq!(output.status.code(), Some(1));
+    let error = error(&output);
+    for part in ["one record of this store needs 20 KiB", "limit is 16 KiB", "ulimit -l"] {
+        assert!(error.contains(part), "{part}: {error}");
+    }
+    assert!(!error.contains("lower the arena"), "{error}");
 }
 
 #[test]

@@ -2,12 +2,13 @@
 
 mod peer_support;
 
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 
 use expert_tier::testing::TestStore;
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 use peer_support::process::{Peer, metrale, run};
@@ -49,13 +50,83 @@ fn listening_beyond_loopback_takes_a_secret_or_the_word_of_the_operator() {
     }
 }
 
+#[test]
+fn a_peer_listens_on_a_name() {
+    let store = small_store(116);
+    let address = serve_on(&store, "localhost:0", &[]);
+    assert!(address.starts_with("127.0.0.1:") || address.starts_with("[::1]:"), "{address}");
+    let error = fails(peer_run(&store.path()).args(["--listen", "no such host:1"]), 1);
+    assert!(error.contains("cannot resolve no such host:1"), "{error}");
+}
+
+#[test]
+fn a_peer_serves_on_when_nobody_reads_its_stdout() {
+    let store = small_store(117);
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let mut child = peer_run(&store.path())
+        .args(["--listen", "127.0.0.1:0"])
+        .stdout(writer)
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("metrale starts");
+    // It logs where it listens or ends; either ends the wait.
+    let mut log = BufReader::new(child.stderr.take().unwrap()).lines().map(Result::unwrap);
+    let closed = log.find(|line| line.contains("stdout is closed")).expect("a log line");
+    assert!(closed.contains("WARN"), "{closed}");
+    let (_, address) = closed.split_once("address=").expect("the address");
+    let address = address.split_whitespace().next().unwrap();
+    succeed(&run(&["peer", "status", address]));
+    kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
+    // The log is read to its end, so that no write of the peer's blocks.
+    log.for_each(drop);
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+}
+
+#[test]
+fn a_secret_that_others_may_read_is_warned_of() {
+    use std::os::unix::fs::PermissionsExt;
+    let store = small_store(118);
+    let secret = secret_file(&store, "a secret with a mode of its own");
+    let warning = format!("chmod 600 {secret}");
+    for (mode, warned) in [(0o600, false), (0o400, false), (0o640, true), (0o604, true)] {
+        std::fs::set_permissions(&secret, std::fs::Permissions::from_mode(mode)).unwrap();
+        let peer = Peer::start(&store.path(), &["--secret-file", &secret]);
+        assert_eq!(peer.log().contains(&warning), warned, "{mode:o}: {}", peer.log());
+        let output = run(&["peer", "status", &peer.address(), "--secret-file", &secret]);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        succeed(&output);
+        assert_eq!(said.contains(&warning), warned, "{mode:o}: {said}");
+    }
+}
+
+#[test]
+fn a_log_level_that_does_not_exist_is_warned_of_and_the_default_taken() {
+    let store = small_store(119);
+    let log = |wish: &str| {
+        let mut command = metrale();
+        command.args(["fetch", "--all", "--store"]).arg(store.path()).env("METRALE_LOG", wish);
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let default = log("");
+    assert!(default.contains("INFO") && !default.contains("METRALE_LOG"), "{default}");
+    for wish in ["WARNN", "expert_tier=loud", "warn,,"] {
+        let said = log(wish);
+        assert!(said.contains("INFO"), "{said}");
+        assert!(said.contains(&format!("METRALE_LOG=\"{wish}\"")), "{said}");
+    }
+    assert_eq!(log("warn"), "");
+    assert_eq!(log("OFF"), "");
+}
+
 /// Starts a peer on `listen`, and returns the address that it says; ends it.
 fn serve_on(store: &TestStore, listen: &str, args: &[&str]) -> String {
-    use std::io::{BufRead, BufReader};
     let mut child = peer_run(&store.path())
         .args(["--listen", listen])
         .args(args)
-        .stdout(std::process::Stdio::piped())
+        .stdout(Stdio::piped())
         .spawn()
         .expect("metrale starts");
     let mut line = String::new();
@@ -156,6 +227,16 @@ fn the_status_of_a_peer_has_the_documented_fields() {
     let text = succeed(&run(&status));
     assert!(text.contains(&fingerprint) && text.contains("16 served"), "{text}");
 
+    let from_environment = metrale()
+        .args(["peer", "status"])
+        .env("METRALE_EXPERT_PEER", &address)
+        .env("METRALE_EXPERT_SECRET_FILE", &secret)
+        .output()
+        .unwrap();
+    assert!(succeed(&from_environment).contains(&fingerprint));
+    let error = fails(metrale().args(["peer", "status"]), 2);
+    assert!(error.contains("METRALE_EXPERT_PEER"), "{error}");
+
     // Without the secret nothing is said, and an address where nobody listens is no peer.
     let output = run(&["peer", "status", &address]);
     assert_eq!(output.status.code(), Some(1));
@@ -211,7 +292,48 @@ fn the_metrics_of_a_peer_grow_with_what_it_does() {
     assert_eq!(sample(&text, "metrale_peer_bytes_total"), bytes, "{text}");
     assert!(text.contains("# TYPE metrale_peer_requests_total counter"), "{text}");
     assert!(text.contains("metrale_peer_request_seconds"), "{text}");
+    for name in ["requests_total", "bytes_total", "request_seconds", "refusals_total", "clients"] {
+        assert!(text.contains(&format!("# HELP metrale_peer_{name} ")), "{name}: {text}");
+    }
     wait_until("the client's leaving to be seen", || {
         sample(&scrape(&metrics), "metrale_peer_clients") == 0.0
     });
+}
+
+#[test]
+fn strangers_at_the_metrics_port_hold_neither_the_peer_nor_the_metrics_up() {
+    let store = small_store(95);
+    let free = TcpListener::bind("127.0.0.1:0").unwrap();
+    let metrics = free.local_addr().unwrap().to_string();
+    drop(free);
+    let peer = Peer::start(&store.path(), &["--metrics-listen", &metrics]);
+    scrape(&metrics);
+    let before = peer.resources().1;
+    let strangers: Vec<_> = (0..60).map(|_| TcpStream::connect(&metrics).unwrap()).collect();
+    // Sixteen places at most, and each is free again after a few seconds.
+    scrape(&metrics);
+    assert!(peer.resources().1 <= before + 20, "{} more", peer.resources().1 - before);
+    assert_eq!(peer.status().records, store.open().manifest().layout().records());
+    drop(strangers);
+}
+
+#[test]
+fn a_log_that_cannot_be_written_ends_nothing() {
+    let full = || std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let status = metrale().args(["inspect", "nowhere"]).stderr(full()).status().unwrap();
+    assert_eq!(status.code(), Some(1));
+
+    let store = small_store(96);
+    let mut command = peer_run(&store.path());
+    command.args(["--listen", "127.0.0.1:0"]).stderr(full()).stdout(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let address = line.trim().strip_prefix("listening on ").expect("the peer serves").to_owned();
+    for _ in 0..3 {
+        let all = ["fetch", "--all", "--expert-backend", "rdma", "--peer", &address];
+        assert!(run(&all).status.success());
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
 }

@@ -1,34 +1,35 @@
 //! The command line of a peer: `expert-peer`, and `metrale peer run`.
 
-use std::fmt::Display;
-use std::io::{IsTerminal, Write};
-use std::net::SocketAddr;
+use std::io::Write;
+use std::net::{SocketAddr, ToSocketAddrs};
 use std::path::PathBuf;
-use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use anyhow::Context;
 use clap::Args;
-use expert_tier::wire::Secret;
 use gpu_sys::env;
-use metrics_exporter_prometheus::PrometheusBuilder;
 use signal_hook::consts::{SIGINT, SIGTERM};
 
-use crate::server::{Exposure, PeerOptions, Server, Shutdown};
+pub use crate::program::{
+    HostPort, LOG_HELP, UsageError, complain, exit_code, one_line, printable, read_secret,
+    start_logging, store_error,
+};
+use crate::server::{Exposure, PeerError, PeerOptions, Server, Shutdown};
+use crate::{meters, metrics_http};
 
 /// Flags of a peer.
 #[derive(Args, Debug)]
 pub struct RunArgs {
     /// The store to publish [env: METRALE_EXPERT_STORE]
-    #[arg(long = "expert-store", alias = "store", value_name = "DIR")]
+    #[arg(long = "expert-store", visible_alias = "store", value_name = "DIR")]
     store: Option<PathBuf>,
-    /// Address and port to listen on; port 0 takes a free one
-    #[arg(long, default_value = "127.0.0.1:9909", value_name = "ADDR:PORT")]
-    listen: SocketAddr,
+    /// Address and port to listen on: of a name the first address, and port 0 takes a free one
+    #[arg(long, default_value = "127.0.0.1:9909", value_name = "HOST:PORT")]
+    listen: HostPort,
     /// File with the secret that clients must know [env: METRALE_EXPERT_SECRET_FILE]
-    #[arg(long = "expert-secret-file", alias = "secret-file", value_name = "FILE")]
+    #[arg(long = "expert-secret-file", visible_alias = "secret-file", value_name = "FILE")]
     secret_file: Option<PathBuf>,
     /// Listen beyond loopback without a secret: anybody who can connect may fetch
     #[arg(long)]
@@ -37,9 +38,9 @@ pub struct RunArgs {
     #[arg(long, default_value_t = 64, value_name = "N",
         value_parser = clap::value_parser!(u32).range(1..=4096))]
     max_clients: u32,
-    /// Serve Prometheus metrics at http://ADDR:PORT/metrics
-    #[arg(long, value_name = "ADDR:PORT")]
-    metrics_listen: Option<SocketAddr>,
+    /// Serve Prometheus metrics at http://HOST:PORT/metrics
+    #[arg(long, value_name = "HOST:PORT")]
+    metrics_listen: Option<HostPort>,
     /// Longest time for a client's handshake, and for a request once it has begun
     #[arg(long, default_value_t = 5000, value_name = "MS",
         value_parser = clap::value_parser!(u64).range(1..=600_000))]
@@ -59,11 +60,11 @@ pub struct RunArgs {
 /// # Errors
 /// The peer cannot start, or its listening socket failed.
 pub fn run(args: &RunArgs) -> anyhow::Result<()> {
-    if let Some(address) = args.metrics_listen {
-        PrometheusBuilder::new()
-            .with_http_listener(address)
-            .install()
+    if let Some(wish) = &args.metrics_listen {
+        let address = resolve(wish).with_context(|| format!("cannot serve metrics on {wish}"))?;
+        let address = metrics_http::serve(address)
             .with_context(|| format!("cannot serve metrics on {address}"))?;
+        meters::describe();
         tracing::info!(%address, "metrics at /metrics");
     }
     let stop = Arc::new(AtomicBool::new(false));
@@ -73,13 +74,26 @@ pub fn run(args: &RunArgs) -> anyhow::Result<()> {
             .context("cannot handle signals")?;
         signal_hook::flag::register(signal, Arc::clone(&stop)).context("cannot handle signals")?;
     }
-    let server = Server::bind(options(args)?, Shutdown::from_flag(stop))?;
+    let options = options(args)?;
+    let dir = options.store.clone();
+    let server = Server::bind(options, Shutdown::from_flag(stop)).map_err(|error| match error {
+        PeerError::Store(error) => store_error(&dir, error),
+        error => error.into(),
+    })?;
     let mut stdout = std::io::stdout();
-    writeln!(stdout, "listening on {}", server.address())
-        .and_then(|()| stdout.flush())
-        .context("cannot write to stdout")?;
+    let said = writeln!(stdout, "listening on {}", server.address()).and_then(|()| stdout.flush());
+    if let Err(error) = said {
+        // Clients do not need whoever started the peer; the log has the address too.
+        tracing::warn!(address = %server.address(), %error, "stdout is closed; serving all the same");
+    }
     server.run()?;
     Ok(())
+}
+
+/// The first address of what may be a name.
+fn resolve(wish: &HostPort) -> anyhow::Result<SocketAddr> {
+    let mut found = wish.0.to_socket_addrs().with_context(|| format!("cannot resolve {wish}"))?;
+    found.next().with_context(|| format!("cannot resolve {wish}: it has no address"))
 }
 
 fn options(args: &RunArgs) -> anyhow::Result<PeerOptions> {
@@ -95,8 +109,8 @@ fn options(args: &RunArgs) -> anyhow::Result<PeerOptions> {
     };
     let exposure = if args.insecure { Exposure::Insecure } else { Exposure::SecretOrLoopback };
     Ok(PeerOptions {
-        listen: args.listen,
-        secret: secret_file.as_deref().map(Secret::read).transpose()?,
+        listen: resolve(&args.listen)?,
+        secret: secret_file.as_deref().map(read_secret).transpose()?,
         exposure,
         max_clients: args.max_clients,
         handshake: Duration::from_millis(args.handshake_ms),
@@ -104,49 +118,4 @@ fn options(args: &RunArgs) -> anyhow::Result<PeerOptions> {
         drain: Duration::from_millis(args.drain_ms),
         ..PeerOptions::new(store)
     })
-}
-
-/// Wrong usage that clap cannot see: flags or variables that are missing or cannot be used.
-#[derive(Debug, thiserror::Error)]
-#[error("{0}")]
-pub struct UsageError(pub String);
-
-impl UsageError {
-    /// Wrong usage that `error` describes.
-    #[must_use]
-    pub fn new(error: impl Display) -> Self {
-        Self(error.to_string())
-    }
-}
-
-/// The exit status of a program that `error` ended: 2 for wrong usage, 1 for everything else.
-#[must_use]
-pub fn exit_code(error: &anyhow::Error) -> ExitCode {
-    ExitCode::from(if error.is::<UsageError>() { 2 } else { 1 })
-}
-
-/// Sends log lines to stderr; `METRALE_LOG` chooses which (`debug`, `warn`,
-/// `expert_tier=trace`), `info` and above by default.
-pub fn start_logging() {
-    let filter = tracing_subscriber::EnvFilter::try_from_env("METRALE_LOG")
-        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
-    let _already_set = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal())
-        .try_init();
-}
-
-/// The error and its causes in one line, leaving out a cause that the text before it has already.
-#[must_use]
-pub fn one_line(error: &anyhow::Error) -> String {
-    let mut line = String::new();
-    for cause in error.chain().map(ToString::to_string) {
-        if line.is_empty() {
-            line = cause;
-        } else if !line.contains(&cause) {
-            line = format!("{line}: {cause}");
-        }
-    }
-    line.replace('\n', " ")
 }

@@ -10,6 +10,9 @@
 
 pub mod cli;
 mod connection;
+mod meters;
+mod metrics_http;
+mod program;
 mod registry;
 mod sendfile;
 mod server;

@@ -199,6 +199,7 @@ impl Server {
     /// The listening socket failed.
     pub fn run(self) -> Result<(), PeerError> {
         let listen = self.address;
+        let mut shortages = 0_u64;
         while !self.shared.shutdown.begun() {
             let mut fds = [PollFd::new(&self.listener, PollFlags::IN)];
             match poll(&mut fds, Some(&TICK)) {
@@ -210,7 +211,11 @@ impl Server {
                 Ok((socket, client)) => self.admit(socket, client),
                 Err(error) if passing(&error) => {
                     // Out of descriptors or memory: what is open goes on, and room may come back.
-                    tracing::warn!(%error, "a connection could not be accepted");
+                    shortages += 1;
+                    if shortages.is_power_of_two() {
+                        tracing::warn!(%error, so_far = shortages,
+                            "a connection could not be accepted; `ulimit -n` limits descriptors");
+                    }
                     let mut none = [];
                     let _woken = poll(&mut none, Some(&TICK));
                 }

@@ -8,6 +8,7 @@
 //! | `metrale_mismatch_total` | counter | `backend`; records that failed their check, each attempt |
 //! | `metrale_reconnects_total` | counter | `backend` |
 //! | `metrale_link_failures_total` | counter | `backend` |
+//! | `metrale_fallbacks_total` | counter | `backend`, `reason`; ways given up for slower ones |
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -108,6 +109,11 @@ impl Accounts {
             .increment(1);
     }
 
+    /// A way to fetch is given up for a slower one; beside the log line that says more.
+    pub(crate) fn fell_back(&self, reason: &'static str) {
+        count_fallback(self.kind, reason);
+    }
+
     pub(crate) fn reconnected(&self) {
         self.reconnects.increment(1);
     }
@@ -115,4 +121,9 @@ impl Accounts {
     pub(crate) fn link_failed(&self) {
         self.link_failures.increment(1);
     }
+}
+
+/// As [`Accounts::fell_back`], for a backend that has no accounts yet.
+pub(crate) fn count_fallback(kind: TierKind, reason: &'static str) {
+    counter!("metrale_fallbacks_total", "backend" => kind.name(), "reason" => reason).increment(1);
 }

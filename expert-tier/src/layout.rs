@@ -387,13 +387,22 @@ impl ExpertLayout {
     /// # Errors
     /// The store has no such layer, or the layer no such expert.
     pub fn locate(&self, key: ExpertKey) -> Result<&LayerLayout, KeyError> {
-        let Some(layer) = self.layer(key.layer) else {
+        self.locate_at(key).map(|(_, layer)| layer)
+    }
+
+    /// The layer that holds `key`, and its position in [`layers`](Self::layers).
+    ///
+    /// # Errors
+    /// As for [`locate`](Self::locate).
+    pub fn locate_at(&self, key: ExpertKey) -> Result<(usize, &LayerLayout), KeyError> {
+        let Some(index) = self.layer_index(key.layer) else {
             return Err(KeyError::NoSuchLayer { key, layers: self.layer_numbers() });
         };
+        let layer = &self.layers[index];
         if key.expert >= layer.experts {
             return Err(KeyError::NoSuchExpert { key, experts: layer.experts });
         }
-        Ok(layer)
+        Ok((index, layer))
     }
 
     /// Every key, by layer and expert.

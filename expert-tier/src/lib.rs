@@ -8,23 +8,26 @@
 //! compared on the very bytes that it hands out.
 //!
 //! ```no_run
+//! use std::path::Path;
 //! use std::time::Duration;
 //!
 //! use expert_tier::arena::{ArenaOptions, ExpertArena};
-//! use expert_tier::key::ExpertKey;
 //! use expert_tier::tcp::{TcpOptions, TcpTier};
 //! use expert_tier::tier::{CompletionQueue, ExpertTier, FetchRequest};
+//! use expert_tier::wire::Secret;
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! let tier = TcpTier::connect(TcpOptions::new("10.0.0.2:9909"))?;
+//! let secret = Some(Secret::read(Path::new("secret"))?);
+//! let tier = TcpTier::connect(TcpOptions { secret, ..TcpOptions::new("10.0.0.2:9909") })?;
 //! let layout = tier.manifest().layout();
-//! let arena = ExpertArena::new(&ArenaOptions::for_layout(layout, 1 << 30)?)?;
+//! // Room for the whole store if 256 MiB are enough for it; all of this is pinned.
+//! let arena_bytes = ArenaOptions::bytes_for(layout, 256 << 20);
+//! let arena = ExpertArena::new(&ArenaOptions::for_layout(layout, arena_bytes)?)?;
 //!
-//! // The experts that layer 3 was routed to, all at once.
+//! // The experts that a layer was routed to, all at once; here the store's first four.
 //! let queue = CompletionQueue::new();
 //! let mut batch = Vec::new();
-//! for expert in [5, 17, 40] {
-//!     let key = ExpertKey::new(3, expert);
+//! for key in layout.keys().take(4) {
 //!     let bytes = layout.locate(key)?.record_bytes();
 //!     batch.push(FetchRequest::new(key, arena.acquire(bytes, Duration::from_secs(1))?));
 //! }
@@ -33,9 +36,12 @@
 //! while due > 0 {
 //!     let Some(completion) = tier.poll(&queue, Duration::from_secs(1)) else { continue };
 //!     due -= 1;
+//!     let key = completion.key;
 //!     let expert = completion.outcome?.residency;
 //!     for tensor in expert.tensors() {
-//!         println!("{} at {:?}", tensor.spec.name, tensor.device_address);
+//!         // The first bytes of the weights, and where a kernel finds them if there is a GPU.
+//!         let (name, first) = (&tensor.spec.name, &tensor.bytes[..tensor.bytes.len().min(4)]);
+//!         println!("{key} {name}: {first:02x?}, on the device at {:x?}", tensor.device_address);
 //!     }
 //!     // A kernel that reads it is launched here; then `expert.release_after(&stream)`.
 //! }
@@ -50,9 +56,11 @@ pub mod arena;
 mod direct;
 pub mod dtype;
 pub mod error;
+mod files;
 pub mod fingerprint;
 pub mod key;
 pub mod layout;
+mod owed;
 pub mod pack;
 pub mod posix;
 pub mod record;
@@ -65,3 +73,4 @@ pub mod tier;
 pub mod trace;
 pub mod uma;
 pub mod wire;
+mod worker;

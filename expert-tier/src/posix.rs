@@ -1,35 +1,44 @@
 //! The `posix` backend: a local store by ordinary positional reads. The reference for the others.
 //!
 //! A blocking [`fetch`](ExpertTier::fetch) reads on the caller's thread. Submitted requests go to
-//! a few reader threads over one queue. A read of a local file cannot be given up once the kernel
-//! has it, so the deadline bounds the wait in the queue, not a read that has begun.
+//! a few reader threads over one queue.
+//!
+//! A read of a local file cannot be given up once the kernel has it. A submitted request whose
+//! record has not come by its deadline ends all the same: with its slot while it waits in the
+//! queue, and without once a reader has it, which then keeps the slot until its read ends. The
+//! readers look at the deadlines between two reads; where all of them hang, the caller's own wait
+//! in `poll` does. Closing waits for the readers as long as for a request, and leaves behind those
+//! that hang.
 
 use std::collections::VecDeque;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::account::Accounts;
 use crate::arena::{Free, Slot};
-use crate::error::{Bound, FetchError, FetchFailure};
+use crate::error::{FetchError, FetchFailure};
 use crate::key::ExpertKey;
+use crate::owed::Owed;
 use crate::store::manifest::Manifest;
 use crate::store::{ExpertStore, StoreError};
 use crate::tier::{
-    Completion, CompletionQueue, ExpertTier, FetchRequest, Fetched, Source, Ticket, TierKind,
+    Completion, CompletionQueue, ExpertTier, FetchRequest, Fetched, Source, Ticket, TierKind, after,
 };
+use crate::worker::{End, Worker};
 
 /// Bytes per read: small enough that a piece is still in the cache when it is checked.
 const PIECE_BYTES: usize = 256 * 1024;
+/// How often a waiting caller looks at the deadlines.
+const TICK: Duration = Duration::from_millis(50);
 
 /// Settings of [`PosixTier`].
 #[derive(Clone, Debug)]
 pub struct PosixOptions {
     /// Threads that serve submitted requests, 1 to 64.
     pub threads: u32,
-    /// Longest wait of a request in the queue.
+    /// Longest time from submitting a request to its completion.
     pub deadline: Duration,
 }
 
@@ -43,7 +52,7 @@ impl Default for PosixOptions {
 /// A local store by ordinary reads.
 pub struct PosixTier {
     shared: Arc<Shared>,
-    readers: Vec<JoinHandle<()>>,
+    readers: Vec<Worker>,
 }
 
 struct Shared {
@@ -59,13 +68,14 @@ struct Shared {
 #[derive(Default)]
 struct Jobs {
     waiting: VecDeque<Job>,
+    /// What each reader is at; `None` also once the caller has been told that it is late.
+    reading: Box<[Option<Owed>]>,
     closing: bool,
 }
 
 struct Job {
-    request: FetchRequest,
-    queue: CompletionQueue,
-    submitted: Instant,
+    owed: Owed,
+    slot: Slot<Free>,
 }
 
 impl PosixTier {
@@ -85,11 +95,12 @@ impl PosixTier {
     ) -> Result<Self, StoreError> {
         let dir = store.dir().to_owned();
         let threads = options.threads.clamp(1, 64);
+        let reading = (0..threads).map(|_| None).collect();
         let shared = Arc::new(Shared {
             store,
             options,
             kind,
-            jobs: Mutex::default(),
+            jobs: Mutex::new(Jobs { reading, ..Jobs::default() }),
             bell: Condvar::new(),
             healthy: AtomicBool::new(true),
             accounts: Accounts::new(kind, Source::Local),
@@ -97,14 +108,10 @@ impl PosixTier {
         let mut tier = Self { shared, readers: Vec::new() };
         for n in 0..threads {
             let shared = Arc::clone(&tier.shared);
-            let reader = std::thread::Builder::new()
-                .name(format!("{kind}-{n}"))
-                .spawn(move || shared.serve())
-                .map_err(|source| StoreError::Io {
-                    action: "start a reader thread for",
-                    path: dir.clone(),
-                    source,
-                })?;
+            let work = move || shared.serve(n as usize);
+            let reader = Worker::start(format!("{kind}-{n}"), work).map_err(|source| {
+                StoreError::Io { action: "start a reader thread for", path: dir.clone(), source }
+            })?;
             tier.readers.push(reader);
         }
         Ok(tier)
@@ -113,13 +120,19 @@ impl PosixTier {
 
 impl Drop for PosixTier {
     fn drop(&mut self) {
-        self.shared.lock().closing = true;
+        let mut jobs = self.shared.lock();
+        jobs.closing = true;
+        let waiting = std::mem::take(&mut jobs.waiting);
+        drop(jobs);
         self.shared.bell.notify_all();
-        for reader in self.readers.drain(..) {
-            if reader.join().is_err() {
-                tracing::error!("a posix reader thread had panicked");
-            }
-        }
+        waiting.into_iter().for_each(|Job { owed, slot }| {
+            let error = owed.closed();
+            self.shared.end(owed, Err(FetchFailure::new(error, slot)));
+        });
+        let until = after(self.shared.options.deadline.saturating_add(TICK));
+        self.readers.drain(..).for_each(|reader| reader.join_until(until));
+        // What a reader that was left behind has.
+        self.shared.end_reading(|_| true, Owed::closed);
     }
 }
 
@@ -142,20 +155,34 @@ impl ExpertTier for PosixTier {
 
     fn submit(&self, batch: &mut Vec<FetchRequest>, queue: &CompletionQueue) {
         let submitted = Instant::now();
-        let jobs = batch.drain(..).map(|request| Job { request, queue: queue.clone(), submitted });
+        let jobs = batch.drain(..).map(|request| {
+            let (ticket, key, slot) = request.into_parts();
+            Job { owed: Owed::new(self.shared.kind, (ticket, key), queue, submitted), slot }
+        });
         self.shared.lock().waiting.extend(jobs);
         self.shared.bell.notify_all();
     }
 
     fn cancel(&self, ticket: Ticket) {
         let mut jobs = self.shared.lock();
-        let at = jobs.waiting.iter().position(|job| job.request.ticket() == ticket);
+        let at = jobs.waiting.iter().position(|job| job.owed.ticket == ticket);
         let cancelled = at.and_then(|at| jobs.waiting.remove(at));
         drop(jobs);
-        if let Some(job) = cancelled {
-            let key = job.request.key();
-            self.shared
-                .end(job, |_, slot| Err(FetchFailure::new(FetchError::Cancelled { key }, slot)));
+        if let Some(Job { owed, slot }) = cancelled {
+            let error = FetchError::Cancelled { key: owed.key };
+            self.shared.end(owed, Err(FetchFailure::new(error, slot)));
+        }
+    }
+
+    fn poll(&self, queue: &CompletionQueue, wait: Duration) -> Option<Completion> {
+        let until = after(wait);
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            let completion = queue.pop(left.min(TICK));
+            if completion.is_some() || left.is_zero() {
+                return completion;
+            }
+            self.shared.expire();
         }
     }
 
@@ -168,47 +195,68 @@ impl ExpertTier for PosixTier {
 }
 
 impl Shared {
-    /// A reader thread's life.
-    fn serve(&self) {
-        while let Some((job, closing)) = self.next_job() {
-            let waited = job.submitted.elapsed();
-            let late = waited > self.options.deadline;
-            self.end(job, |key, slot| {
-                let backend = self.kind;
-                if closing {
-                    Err(FetchFailure::new(FetchError::Closed { key, backend }, slot))
-                } else if late {
-                    let error = FetchError::Deadline { key, backend, waited, bound: Bound::Due };
-                    Err(FetchFailure::new(error, slot))
-                } else {
-                    self.read(key, slot)
-                }
-            });
+    /// The life of reader thread `reader`.
+    fn serve(&self, reader: usize) -> End {
+        while let Some((key, slot)) = self.next_job(reader) {
+            let outcome = self.read(key, slot);
+            // If nothing is owed any more, the slot goes back to its arena here.
+            let owed = self.lock().reading[reader].take();
+            if let Some(owed) = owed {
+                self.end(owed, outcome);
+            }
         }
+        End::Clean
     }
 
     /// Waits for work without a bound of its own: dropping the backend wakes every reader.
-    fn next_job(&self) -> Option<(Job, bool)> {
-        let mut jobs = self.lock();
+    fn next_job(&self, reader: usize) -> Option<(ExpertKey, Slot<Free>)> {
         loop {
-            let closing = jobs.closing;
-            match jobs.waiting.pop_front() {
-                Some(job) => return Some((job, closing)),
-                None if closing => return None,
-                None => jobs = self.bell.wait(jobs).unwrap_or_else(PoisonError::into_inner),
+            self.expire();
+            let mut jobs = self.lock();
+            if jobs.closing {
+                return None;
+            }
+            if let Some(Job { owed, slot }) = jobs.waiting.pop_front() {
+                let key = owed.key;
+                jobs.reading[reader] = Some(owed);
+                return Some((key, slot));
+            }
+            drop(self.bell.wait(jobs));
+        }
+    }
+
+    /// Ends the requests whose deadline has passed.
+    fn expire(&self) {
+        loop {
+            // In order of submission, so the first is the oldest.
+            let late = self.lock().waiting.pop_front_if(|job| self.is_late(&job.owed));
+            let Some(Job { owed, slot }) = late else { break };
+            let error = owed.late();
+            self.end(owed, Err(FetchFailure::new(error, slot)));
+        }
+        self.end_reading(|owed| self.is_late(owed), Owed::late);
+    }
+
+    /// Ends requests that readers are at, without their slots.
+    fn end_reading(&self, which: impl Fn(&Owed) -> bool, why: impl Fn(&Owed) -> FetchError) {
+        let readers = self.lock().reading.len();
+        for reader in 0..readers {
+            let owed = self.lock().reading[reader].take_if(|owed| which(owed));
+            if let Some(owed) = owed {
+                self.healthy.store(false, Ordering::Relaxed);
+                let error = Box::new(why(&owed));
+                self.end(owed, Err(FetchFailure { error, slot: None }));
             }
         }
     }
 
-    fn end(
-        &self,
-        job: Job,
-        how: impl FnOnce(ExpertKey, Slot<Free>) -> Result<Fetched, FetchFailure>,
-    ) {
-        let (ticket, key, slot) = job.request.into_parts();
-        let outcome = how(key, slot);
-        self.account(&outcome, job.submitted.elapsed());
-        job.queue.push(Completion { ticket, key, outcome });
+    fn is_late(&self, owed: &Owed) -> bool {
+        owed.age() > self.options.deadline
+    }
+
+    fn end(&self, mut owed: Owed, outcome: Result<Fetched, FetchFailure>) {
+        self.account(&outcome, owed.age());
+        owed.pay(outcome);
     }
 
     fn read(&self, key: ExpertKey, slot: Slot<Free>) -> Result<Fetched, FetchFailure> {
@@ -251,3 +299,7 @@ impl Shared {
         self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
+
+#[cfg(test)]
+#[path = "posix_tests.rs"]
+mod tests;

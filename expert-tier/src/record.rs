@@ -330,13 +330,15 @@ impl RecordCheck {
         if end < header_len {
             return Ok(());
         }
-        // Fields may be read without repeating the checksum: the header was verified when it was
-        // complete and the caller keeps what it has fed.
-        let header = RecordHeader(&record[..header_len]);
-        if self.checked < header_len {
-            UnverifiedHeader::new(record).verify()?.expect(&self.identity)?;
+        let header = if self.checked < header_len {
+            let header = UnverifiedHeader::new(record).verify()?;
+            header.expect(&self.identity)?;
             self.checked = header_len;
-        }
+            header
+        } else {
+            // Verified when it was complete, and the caller keeps what it has fed.
+            RecordHeader(&record[..header_len])
+        };
         let chunk_bytes = self.identity.chunk_bytes as usize;
         while self.checked < end {
             let chunk = (self.checked - header_len) / chunk_bytes;

@@ -337,6 +337,10 @@ pub trait ExpertTier: Send + Sync {
     fn use_arena(&self, _arena: &ExpertArena) {}
 
     /// Starts every request of `batch` and leaves it empty; completions go to `queue`.
+    ///
+    /// A backend that has been without its peer for longer than its deadline completes requests
+    /// at once, as failures: a caller that tries again should pause first, or wait for
+    /// [`healthy`](Self::healthy).
     fn submit(&self, batch: &mut Vec<FetchRequest>, queue: &CompletionQueue);
 
     /// Gives up on a request. It still completes: as [`FetchError::Cancelled`], or with its

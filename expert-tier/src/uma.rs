@@ -7,27 +7,34 @@
 //!
 //! A read that the kernel has cannot be given up. A request whose record has not come by its
 //! deadline ends, but its slot stays with the ring until the last read of it has.
+//!
+//! Closing takes at most twice the deadline: one for reads in flight to hand their slots back, and
+//! one more for the kernel to let go of the memory. What it has not let go of by then is leaked,
+//! and the log says so.
 
 use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::account::Accounts;
+use crate::account::{Accounts, count_fallback};
 use crate::arena::{ExpertArena, Filling, Slot};
-use crate::direct::ring::{Extent, Finished, Ring, RingOptions, Tagged};
+pub use crate::direct::ring::ReadCounts;
+use crate::direct::ring::{Driver, Extent, Finished, Ring, RingOptions};
 use crate::direct::{DirectFiles, NotDirect};
-use crate::error::{Bound, FetchError, FetchFailure};
+use crate::error::{FetchError, FetchFailure};
 use crate::key::ExpertKey;
 use crate::layout::STRIDE_ALIGN;
+use crate::owed::Owed;
 use crate::posix::{PosixOptions, PosixTier};
 use crate::store::manifest::{Manifest, layer_file_name};
 use crate::store::{ExpertStore, StoreError};
 use crate::tier::{
-    Completion, CompletionQueue, ExpertTier, FetchRequest, Fetched, Source, Ticket, TierKind,
+    Completion, CompletionQueue, ExpertTier, FetchRequest, Fetched, Source, Ticket, TierKind, after,
 };
+use crate::worker::{End, Worker};
 
 /// How often the ring's thread looks at deadlines.
 const TICK: Duration = Duration::from_millis(50);
@@ -41,13 +48,41 @@ pub struct UmaOptions {
     pub piece_bytes: u32,
     /// Longest time from submitting a request to its record.
     pub deadline: Duration,
+    /// Whether to read past the page cache.
+    pub direct: DirectReads,
+}
+
+/// Whether `uma` reads past the page cache.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum DirectReads {
+    /// Where io_uring and `O_DIRECT` are to be had.
+    #[default]
+    Auto,
+    /// Never: by threads with ordinary reads.
+    Never,
+}
+
+/// How `uma` turned out to read.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum UmaPath {
+    /// Past the page cache, into an arena that is registered with io_uring.
+    Registered,
+    /// Past the page cache; each read pins the pages that it writes to.
+    Plain,
+    /// By threads with ordinary reads.
+    Threads,
 }
 
 impl Default for UmaOptions {
     /// 64 reads of 512 KiB keep any NVMe disk busy; pieces of that size are checked while the
     /// next are read, and are large enough that a disk does not notice them.
     fn default() -> Self {
-        Self { depth: 64, piece_bytes: 512 * 1024, deadline: Duration::from_secs(2) }
+        Self {
+            depth: 64,
+            piece_bytes: 512 * 1024,
+            deadline: Duration::from_secs(2),
+            direct: DirectReads::Auto,
+        }
     }
 }
 
@@ -61,30 +96,27 @@ enum Engine {
 
 struct RingTier {
     shared: Arc<Shared>,
-    thread: Option<JoinHandle<()>>,
+    worker: Option<Worker>,
 }
 
 struct Shared {
     store: ExpertStore,
     deadline: Duration,
-    ring: Ring<Reading>,
+    ring: Ring<Slot<Filling>, Call>,
     closing: AtomicBool,
     healthy: AtomicBool,
     accounts: Accounts,
-    /// Why the arena is not registered, said once.
-    plain_reads: OnceLock<()>,
+    /// It has been said that some reads pin their pages.
+    said_plain: AtomicBool,
 }
 
-type Reading = Tagged<Slot<Filling>, Call>;
+type Done = Finished<Slot<Filling>, Call>;
 
-/// One request, apart from its slot.
+/// What the ring keeps beside a slot.
 struct Call {
-    ticket: Ticket,
-    key: ExpertKey,
-    queue: CompletionQueue,
-    submitted: Instant,
-    /// The caller has been told already: the deadline passed.
-    told: bool,
+    owed: Owed,
+    /// The deadline passed.
+    late: bool,
 }
 
 impl UmaTier {
@@ -94,22 +126,43 @@ impl UmaTier {
     /// The store cannot be opened, or no thread can be started.
     pub fn open(dir: &Path, options: &UmaOptions) -> Result<Self, StoreError> {
         let store = ExpertStore::open(dir)?;
+        let threads = |store| {
+            let options = PosixOptions { deadline: options.deadline, ..PosixOptions::default() };
+            PosixTier::start(store, options, TierKind::Uma).map(Engine::Threads).map(Self)
+        };
+        if options.direct == DirectReads::Never {
+            return threads(store);
+        }
         match ring(&store, options) {
-            Ok(ring) => RingTier::start(store, ring, options).map(Engine::Ring).map(Self),
+            Ok((ring, driver)) => {
+                RingTier::start(store, ring, driver, options.deadline).map(Engine::Ring).map(Self)
+            }
             Err(reason) => {
+                count_fallback(TierKind::Uma, reason.name());
                 tracing::warn!(store = %dir.display(), %reason,
                     "uma reads through the page cache, by threads");
-                let options =
-                    PosixOptions { deadline: options.deadline, ..PosixOptions::default() };
-                PosixTier::start(store, options, TierKind::Uma).map(Engine::Threads).map(Self)
+                threads(store)
             }
         }
     }
 
-    /// Whether reads go past the page cache.
+    /// How records are read: what [`use_arena`](ExpertTier::use_arena) changes.
     #[must_use]
-    pub fn is_direct(&self) -> bool {
-        matches!(self.0, Engine::Ring(_))
+    pub fn path(&self) -> UmaPath {
+        match &self.0 {
+            Engine::Ring(tier) if tier.shared.ring.has_registered() => UmaPath::Registered,
+            Engine::Ring(_) => UmaPath::Plain,
+            Engine::Threads(_) => UmaPath::Threads,
+        }
+    }
+
+    /// Direct reads started so far, a record being several; none where threads read.
+    #[must_use]
+    pub fn reads(&self) -> ReadCounts {
+        match &self.0 {
+            Engine::Ring(tier) => tier.shared.ring.reads(),
+            Engine::Threads(_) => ReadCounts::default(),
+        }
     }
 
     fn inner(&self) -> &dyn ExpertTier {
@@ -120,12 +173,19 @@ impl UmaTier {
     }
 }
 
-fn ring(store: &ExpertStore, options: &UmaOptions) -> Result<Ring<Reading>, NotDirect> {
+type RingOfSlots = (Ring<Slot<Filling>, Call>, Driver<Slot<Filling>, Call>);
+
+fn ring(store: &ExpertStore, options: &UmaOptions) -> Result<RingOfSlots, NotDirect> {
     let files = DirectFiles::open(store)?;
     let align = STRIDE_ALIGN as u32;
     let piece = options.piece_bytes.clamp(align, 16 << 20) / align * align;
-    let options = RingOptions { depth: options.depth.clamp(1, 4096), piece_bytes: piece as usize };
-    Ring::new(&files.0, options).map_err(NotDirect::Ring)
+    let options = RingOptions {
+        depth: options.depth.clamp(1, 4096),
+        piece_bytes: piece as usize,
+        usual_bytes: usize::try_from(store.manifest().layout().max_stride()).unwrap_or(usize::MAX),
+        drop_wait: options.deadline,
+    };
+    Ring::open(&files.0, options).map_err(NotDirect::Ring)
 }
 
 impl ExpertTier for UmaTier {
@@ -157,6 +217,10 @@ impl ExpertTier for UmaTier {
         self.inner().cancel(ticket);
     }
 
+    fn poll(&self, queue: &CompletionQueue, wait: Duration) -> Option<Completion> {
+        self.inner().poll(queue, wait)
+    }
+
     fn fetch(
         &self,
         key: ExpertKey,
@@ -169,26 +233,24 @@ impl ExpertTier for UmaTier {
 impl RingTier {
     fn start(
         store: ExpertStore,
-        ring: Ring<Reading>,
-        options: &UmaOptions,
+        ring: Ring<Slot<Filling>, Call>,
+        driver: Driver<Slot<Filling>, Call>,
+        deadline: Duration,
     ) -> Result<Self, StoreError> {
         let path = store.dir().to_owned();
         let shared = Arc::new(Shared {
             store,
-            deadline: options.deadline,
+            deadline,
             ring,
             closing: AtomicBool::new(false),
             healthy: AtomicBool::new(true),
             accounts: Accounts::new(TierKind::Uma, Source::Local),
-            plain_reads: OnceLock::new(),
+            said_plain: AtomicBool::new(false),
         });
-        let driver = Arc::clone(&shared);
-        let thread =
-            std::thread::Builder::new()
-                .name("uma".into())
-                .spawn(move || driver.drive())
-                .map_err(|source| StoreError::Io { action: "start a reader for", path, source })?;
-        Ok(Self { shared, thread: Some(thread) })
+        let reader = Arc::clone(&shared);
+        let worker = Worker::start("uma".into(), move || reader.run(driver))
+            .map_err(|source| StoreError::Io { action: "start a reader for", path, source })?;
+        Ok(Self { shared, worker: Some(worker) })
     }
 }
 
@@ -196,9 +258,10 @@ impl Drop for RingTier {
     fn drop(&mut self) {
         self.shared.closing.store(true, Ordering::Release);
         self.shared.ring.cancel(|_| true);
-        if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
-            tracing::error!("the uma reader's thread had panicked");
-        }
+        // The loop and the driver's drop each take a deadline at most, and look a tick late.
+        let most = self.shared.deadline.saturating_mul(2).saturating_add(TICK * 20);
+        let until = after(most);
+        self.worker.take().into_iter().for_each(|worker| worker.join_until(until));
     }
 }
 
@@ -220,14 +283,15 @@ impl ExpertTier for RingTier {
     }
 
     fn use_arena(&self, arena: &ExpertArena) {
-        if self.shared.ring.has_registered() {
+        let ring = &self.shared.ring;
+        if ring.has_registered_this(arena) {
             return;
         }
-        if let Err(error) = self.shared.ring.register(Box::new(arena.clone())) {
-            self.shared.plain_reads.get_or_init(|| {
-                tracing::info!(%error, "the arena could not be registered with io_uring, which \
-                    counts against the locked-memory limit once more: reads pin their pages");
-            });
+        if ring.has_registered() {
+            let text = "another arena is registered, and a ring takes one";
+            self.shared.note_plain("second_arena", &io::Error::other(text));
+        } else if let Err(error) = ring.register(Box::new(arena.clone())) {
+            self.shared.note_plain("unregistered_arena", &error);
         }
     }
 
@@ -235,33 +299,42 @@ impl ExpertTier for RingTier {
         let submitted = Instant::now();
         let jobs = batch.drain(..).filter_map(|request| self.shared.job(request, queue, submitted));
         self.shared.ring.submit(jobs);
+        // The reader may have ended meanwhile, by a panic; whoever comes last cleans up.
+        if self.shared.closing.load(Ordering::Acquire) {
+            self.shared.end_all();
+        }
     }
 
     fn cancel(&self, ticket: Ticket) {
-        self.shared.ring.cancel(|reading| reading.tag.ticket == ticket);
+        self.shared.ring.cancel(|call| call.owed.ticket == ticket);
     }
 }
 
 impl Shared {
+    fn note_plain(&self, reason: &'static str, error: &io::Error) {
+        self.accounts.fell_back(reason);
+        if !self.said_plain.swap(true, Ordering::Relaxed) {
+            tracing::info!(%error, "the arena could not be registered with io_uring, which \
+                counts against the locked-memory limit once more: reads pin their pages");
+        }
+    }
+
     /// What the ring is to read for a request; one that cannot be is completed here.
     fn job(
         &self,
         request: FetchRequest,
         queue: &CompletionQueue,
         submitted: Instant,
-    ) -> Option<(Extent, Reading)> {
+    ) -> Option<(Extent, Slot<Filling>, Call)> {
         let (ticket, key, slot) = request.into_parts();
         let manifest = self.store.manifest();
-        let call = Call { ticket, key, queue: queue.clone(), submitted, told: false };
-        let identity = match manifest.identity(key) {
-            Ok(identity) => identity,
-            Err(error) => return self.refuse(&call, FetchFailure::new(error, slot)),
-        };
-        let layout = manifest.layout();
-        let (Some(file), Some(layer)) = (layout.layer_index(key.layer), layout.layer(key.layer))
-        else {
-            return None;
-        };
+        let owed = Owed::new(TierKind::Uma, (ticket, key), queue, submitted);
+        let placed = manifest.layout().locate_at(key);
+        let ((file, layer), identity) =
+            match placed.and_then(|at| Ok((at, manifest.identity(key)?))) {
+                Ok(found) => found,
+                Err(error) => return self.refuse(owed, FetchFailure::new(error, slot)),
+            };
         let extent = Extent {
             // Layers are at most `MAX_LAYERS`.
             file: file as u32,
@@ -270,23 +343,36 @@ impl Shared {
             bytes: usize::try_from(layer.stride()).unwrap_or(usize::MAX),
         };
         match slot.begin(identity) {
-            Ok(slot) => Some((extent, Tagged { memory: slot, tag: call })),
-            Err(refused) => self.refuse(&call, FetchFailure::too_small(key, refused)),
+            Ok(slot) => Some((extent, slot, Call { owed, late: false })),
+            Err(refused) => self.refuse(owed, FetchFailure::too_small(key, refused)),
         }
     }
 
-    fn refuse<T>(&self, call: &Call, failure: FetchFailure) -> Option<T> {
-        self.complete(call, Err(failure));
+    fn refuse<T>(&self, mut owed: Owed, failure: FetchFailure) -> Option<T> {
+        self.complete(&mut owed, Err(failure));
         None
     }
 
-    /// The thread of the ring.
-    fn drive(&self) {
+    /// The thread of the ring. However it ends, no request is left without a completion.
+    fn run(&self, mut driver: Driver<Slot<Filling>, Call>) -> End {
+        let driven = catch_unwind(AssertUnwindSafe(|| self.drive(&mut driver)));
+        self.closing.store(true, Ordering::Release);
+        self.healthy.store(false, Ordering::Relaxed);
+        self.end_all();
+        drop(driver);
+        if driven.is_err() {
+            tracing::error!("the uma reader panicked: the backend is closed");
+        }
+        if self.ring.in_flight() > 0 { End::Stuck } else { End::Clean }
+    }
+
+    fn drive(&self, driver: &mut Driver<Slot<Filling>, Call>) {
         let mut finished = Vec::new();
         let mut looked = Instant::now();
         let mut failing = false;
+        let mut closing_since = None;
         loop {
-            let turned = self.ring.turn(TICK, &mut finished);
+            let turned = driver.turn(TICK, &mut finished);
             if let Err(error) = &turned
                 && !failing
             {
@@ -297,10 +383,13 @@ impl Shared {
             finished.drain(..).for_each(|done| self.end(done));
             if looked.elapsed() >= TICK {
                 looked = Instant::now();
-                self.ring.overdue(self.deadline, |reading| self.tell_late(&mut reading.tag));
+                self.expire();
             }
-            if self.closing.load(Ordering::Acquire) && self.ring.jobs() == 0 {
-                return;
+            if self.closing.load(Ordering::Acquire) {
+                let since = *closing_since.get_or_insert_with(Instant::now);
+                if self.ring.jobs() == 0 || since.elapsed() >= self.deadline {
+                    return;
+                }
             }
             if failing {
                 std::thread::park_timeout(TICK);
@@ -308,12 +397,41 @@ impl Shared {
         }
     }
 
-    fn end(&self, done: Finished<Reading>) {
-        let Finished { target: Tagged { memory: slot, tag: call }, outcome } = done;
-        if call.told {
+    /// Ends the requests whose deadline has passed: with their slots where the kernel has no read
+    /// of them, else without.
+    fn expire(&self) {
+        let mut any = false;
+        self.ring.overdue(self.deadline, |call| {
+            call.late = true;
+            any = true;
+        });
+        if any {
+            self.healthy.store(false, Ordering::Relaxed);
+            self.ring.cancel(|call| call.late);
+            self.ring.overdue(self.deadline, |call| {
+                if call.late {
+                    self.end_without_slot(&mut call.owed, Owed::late);
+                }
+            });
+        }
+    }
+
+    /// Ends every request that is left, for want of a driver.
+    fn end_all(&self) {
+        self.ring.cancel(|_| true);
+        let mut finished = Vec::new();
+        self.ring.take_ended(&mut finished);
+        finished.drain(..).for_each(|done| self.end(done));
+        let end = |call: &mut Call| self.end_without_slot(&mut call.owed, Owed::closed);
+        self.ring.overdue(Duration::ZERO, end);
+    }
+
+    fn end(&self, done: Done) {
+        let Finished { memory: slot, tag: Call { mut owed, late }, outcome } = done;
+        // Without anything owed, the slot goes back to its arena here.
+        if owed.is_paid() {
             return;
         }
-        let key = call.key;
         let outcome = match outcome {
             Ok(()) => {
                 self.healthy.store(true, Ordering::Relaxed);
@@ -321,49 +439,54 @@ impl Shared {
                 self.accounts.judge(slot, self.store.manifest(), origin)
             }
             Err(error) => {
-                let error = self.explain(key, error);
+                let error = if late { owed.late() } else { self.explain(&owed, error) };
                 Err(FetchFailure::new(error, slot.abandon()))
             }
         };
-        self.complete(&call, outcome);
+        self.complete(&mut owed, outcome);
     }
 
-    fn explain(&self, key: ExpertKey, error: io::Error) -> FetchError {
+    /// Ends a request whose slot the kernel still writes to.
+    fn end_without_slot(&self, owed: &mut Owed, why: impl Fn(&Owed) -> FetchError) {
+        if !owed.is_paid() {
+            let error = Box::new(why(owed));
+            self.complete(owed, Err(FetchFailure { error, slot: None }));
+        }
+    }
+
+    fn explain(&self, owed: &Owed, error: io::Error) -> FetchError {
+        let key = owed.key;
         let cancelled = error.raw_os_error() == Some(libc::ECANCELED);
         if cancelled && self.closing.load(Ordering::Acquire) {
-            return FetchError::Closed { key, backend: TierKind::Uma };
+            return owed.closed();
         }
         if cancelled {
             return FetchError::Cancelled { key };
         }
         self.healthy.store(false, Ordering::Relaxed);
         let path = self.store.dir().join(layer_file_name(key.layer));
-        if error.kind() == io::ErrorKind::UnexpectedEof {
-            let at = path.metadata().map_or(0, |found| found.len());
+        // A direct read that ends between two blocks cannot be continued there: the kernel calls
+        // that an argument at fault. So the file's length tells what happened.
+        let layer = self.store.manifest().layout().locate(key);
+        let end = layer.map_or(0, |layer| (u64::from(key.expert) + 1) * layer.stride());
+        let at = path.metadata().map_or(0, |found| found.len());
+        if error.kind() == io::ErrorKind::UnexpectedEof || at < end {
             return FetchError::Store(StoreError::Truncated { path, key, at });
         }
         FetchError::Store(StoreError::Io { action: "read", path, source: error })
     }
 
-    fn tell_late(&self, call: &mut Call) {
-        if call.told {
-            return;
-        }
-        call.told = true;
-        self.healthy.store(false, Ordering::Relaxed);
-        let (key, backend, waited) = (call.key, TierKind::Uma, call.submitted.elapsed());
-        let error = Box::new(FetchError::Deadline { key, backend, waited, bound: Bound::Due });
-        self.complete(call, Err(FetchFailure { error, slot: None }));
-    }
-
-    fn complete(&self, call: &Call, outcome: Result<Fetched, FetchFailure>) {
+    fn complete(&self, owed: &mut Owed, outcome: Result<Fetched, FetchFailure>) {
         match &outcome {
             Ok(fetched) => {
-                let bytes = fetched.residency.payload().len() as u64;
-                self.accounts.fetched(bytes, call.submitted.elapsed());
+                self.accounts.fetched(fetched.residency.payload().len() as u64, owed.age());
             }
             Err(failure) => self.accounts.failed(&failure.error),
         }
-        call.queue.push(Completion { ticket: call.ticket, key: call.key, outcome });
+        owed.pay(outcome);
     }
 }
+
+#[cfg(test)]
+#[path = "uma_tests.rs"]
+mod tests;

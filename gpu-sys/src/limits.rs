@@ -9,7 +9,7 @@ use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use rustix::process::{Resource, getrlimit};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 /// Bit of `CAP_IPC_LOCK` in a capability set.
 const CAP_IPC_LOCK_BIT: u32 = 14;
@@ -35,6 +35,18 @@ impl fmt::Display for Bytes {
                 write!(f, "{}.{} {name}", tenths / 10, tenths % 10)
             }
         }
+    }
+}
+
+/// Raises the soft limit of open files to the hard one: a store has a file per layer, and a peer a
+/// socket per connection. Says what holds now; `None` is unlimited.
+pub fn raise_open_files() -> Option<u64> {
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
+    match setrlimit(Resource::Nofile, raised) {
+        Ok(()) => limit.maximum,
+        // Only a hard limit above the system's own can make this fail; then the old one holds.
+        Err(_) => limit.current,
     }
 }
 
@@ -270,6 +282,13 @@ fn parse_number_list(text: &str) -> Vec<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn as_many_files_may_be_open_as_the_hard_limit_says() {
+        let hard = getrlimit(Resource::Nofile).maximum;
+        assert_eq!(raise_open_files(), hard);
+        assert_eq!(getrlimit(Resource::Nofile).current, hard);
+    }
 
     #[test]
     fn bytes_are_shown_rounded_up() {

@@ -321,14 +321,14 @@ fn lock_error(bytes: u64, source: io::Error) -> PinError {
     match source.raw_os_error() {
         // A capability inside a user namespace does not lift the limit, though it looks granted.
         Some(libc::EPERM) => PinError::LockLimit { needed_bytes: bytes, limit },
-        Some(libc::ENOMEM) if !exempt_from_soft_limit(&limit, bytes) => {
+        Some(libc::ENOMEM) if !within_soft_limit(&limit, bytes) => {
             PinError::LockLimit { needed_bytes: bytes, limit }
         }
         _ => PinError::System { step: "mlock", bytes, source },
     }
 }
 
-fn exempt_from_soft_limit(limit: &LockLimit, bytes: u64) -> bool {
+fn within_soft_limit(limit: &LockLimit, bytes: u64) -> bool {
     limit.soft_bytes.is_none_or(|soft| limit.locked_bytes.saturating_add(bytes) <= soft)
 }
 
@@ -381,7 +381,8 @@ mod tests {
 
     #[test]
     fn memory_can_be_bound_to_a_node() {
-        let Some(node) = limits::memory_nodes().first().copied() else { return };
+        let nodes = limits::memory_nodes();
+        let node = *nodes.first().expect("/sys/devices/system/node lists one node at least");
         let numa = NumaPlacement::Node(node);
         let pages = PinnedPages::new(&PinnedOptions { numa, ..options(4096) }).unwrap();
         let maps = std::fs::read_to_string("/proc/self/numa_maps").unwrap();

@@ -5,17 +5,21 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use expert_peer::StatusReport;
-use expert_peer::cli::UsageError;
+use expert_peer::cli::{LOG_HELP, UsageError, one_line};
 use expert_tier::error::FetchFailure;
 use expert_tier::key::ExpertKey;
 #[cfg(feature = "unverified")]
 use expert_tier::tier::Landed;
-use expert_tier::tier::{Completion, CompletionQueue, FetchRequest};
+use expert_tier::tier::{Completion, CompletionQueue, FetchRequest, TierKind};
 use hdrhistogram::Histogram;
 use serde::Serialize;
 
 use crate::backend::{Backend, BackendArgs};
-use crate::output;
+use crate::commands::peer;
+use crate::output::{self, count};
+
+/// Wait after a batch in which every request failed.
+const PAUSE: Duration = Duration::from_millis(50);
 
 #[derive(clap::Args, Debug)]
 pub(crate) struct Args {
@@ -26,6 +30,7 @@ pub(crate) struct Args {
 #[derive(clap::Subcommand, Debug)]
 enum What {
     /// Fetch records over and over, in order of layer and expert
+    #[command(after_help = LOG_HELP)]
     Fetch(FetchArgs),
 }
 
@@ -67,7 +72,8 @@ struct Report {
     p99_us: f64,
     p999_us: f64,
     client_cpu_s: f64,
-    peer_cpu_s: f64,
+    /// Null where the peer did not say, or was restarted; 0 without a peer.
+    peer_cpu_s: Option<f64>,
 }
 
 /// What one stretch of fetching came to.
@@ -90,7 +96,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let mut bench = Bench::new(&backend, args);
     bench.measure(Duration::from_millis(500))?;
 
-    let (peer_before, cpu_before) = (peer_cpu_s(&backend)?, gpu_sys::usage::cpu_time());
+    let peer_before = PeerUsage::ask(&backend);
+    let cpu_before = gpu_sys::usage::cpu_time();
     let start = Instant::now();
     let tally = bench.measure(Duration::from_secs_f64(args.seconds))?;
     let seconds = start.elapsed().as_secs_f64();
@@ -106,9 +113,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         p99_us: us(0.99),
         p999_us: us(0.999),
         client_cpu_s,
-        peer_cpu_s: peer_cpu_s(&backend)? - peer_before,
+        peer_cpu_s: peer_cpu_s(&backend, peer_before),
     };
-    print(&report, args.json)?;
+    if args.json {
+        output::json(&report)?;
+    } else {
+        output::text(&report.lines(backend.tier.kind()))?;
+    }
     Ok(if report.errors == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
@@ -138,7 +149,8 @@ impl<'a> Bench<'a> {
         }
     }
 
-    /// Fetches until `span` has passed.
+    /// Fetches until `span` has passed, with a pause after a batch of failures alone: while a peer
+    /// is lost, requests fail at once, and asking on would only burn a core.
     fn measure(&mut self, span: Duration) -> anyhow::Result<Tally> {
         let latency_ns = Histogram::new_with_max(600_000_000_000, 3)?;
         let mut tally = Tally { records: 0, errors: 0, bytes: 0, latency_ns };
@@ -148,11 +160,17 @@ impl<'a> Bench<'a> {
             self.prepare()?;
             let submitted = Instant::now();
             self.backend.tier.submit(&mut self.requests, &self.queue);
+            let came_before = tally.records;
             for _ in 0..self.batch {
                 let Some(received) = self.next(bound) else {
                     bail!("a request did not complete within {} s", bound.as_secs());
                 };
                 tally.count(received, submitted.elapsed());
+            }
+            if tally.records == came_before {
+                // Nothing is due, so this waits its time, and the backend sees to its own meanwhile.
+                let nothing = self.backend.tier.poll(&self.queue, PAUSE);
+                debug_assert!(nothing.is_none(), "every request of the batch had completed");
             }
         }
         Ok(tally)
@@ -200,30 +218,94 @@ impl Tally {
             Err(failure) => {
                 self.errors += 1;
                 if self.errors == 1 {
-                    eprintln!("metrale: {failure}");
+                    expert_peer::cli::complain(format_args!("metrale: {failure}"));
                 }
             }
         }
     }
 }
 
-/// Processor time that the peer's process has used, by its own account; 0 without a peer.
-fn peer_cpu_s(backend: &Backend) -> anyhow::Result<f64> {
-    let Some(dialler) = &backend.dialler else { return Ok(0.0) };
-    let status: StatusReport = serde_json::from_str(&dialler.status()?)
-        .with_context(|| format!("{} sent a status of another version", dialler.peer))?;
-    Ok(status.cpu_s)
+/// What a peer said of its process, and when.
+struct PeerUsage {
+    cpu_s: f64,
+    uptime_s: f64,
+    said: Instant,
 }
 
-fn print(report: &Report, json: bool) -> anyhow::Result<()> {
-    if json {
-        return output::json(report);
+impl PeerUsage {
+    /// Asks the peer, if there is one; one that does not answer is reported and costs nothing else.
+    fn ask(backend: &Backend) -> Option<Self> {
+        let dialler = backend.dialler.as_ref()?;
+        match peer::ask(dialler) {
+            Ok(StatusReport { cpu_s, uptime_s, .. }) => {
+                Some(Self { cpu_s, uptime_s, said: Instant::now() })
+            }
+            Err(error) => {
+                expert_peer::cli::complain(format_args!(
+                    "metrale: the peer's processor time is unknown: {}",
+                    one_line(&error)
+                ));
+                None
+            }
+        }
     }
-    let Report { records, errors, bytes, seconds, gb_per_s, p50_us, p99_us, p999_us, .. } = report;
-    let (here, there) = (report.client_cpu_s, report.peer_cpu_s);
-    output::text(&format!(
-        "{records} records, {bytes} bytes in {seconds:.2} s: {gb_per_s:.3} GB/s\n\
-         latency p50 {p50_us:.1} us, p99 {p99_us:.1} us, p99.9 {p999_us:.1} us\n\
-         processor time {here:.2} s here, {there:.2} s at the peer; {errors} failed\n"
-    ))
+}
+
+/// Processor time of the peer's process since `before`, by its own account; 0 without a peer.
+fn peer_cpu_s(backend: &Backend, before: Option<PeerUsage>) -> Option<f64> {
+    if backend.dialler.is_none() {
+        return Some(0.0);
+    }
+    let before = before?;
+    // Taken before the peer is asked again: one process has been up longer by at least this.
+    let between_s = before.said.elapsed().as_secs_f64();
+    let after = PeerUsage::ask(backend)?;
+    if !one_process(before.uptime_s, after.uptime_s, between_s) {
+        expert_peer::cli::complain(format_args!(
+            "metrale: the peer's processor time is unknown: the peer was restarted"
+        ));
+        return None;
+    }
+    Some((after.cpu_s - before.cpu_s).max(0.0))
+}
+
+/// Whether two uptimes told `between_s` apart or more are those of one process. The two machines'
+/// clocks may run apart by a hundredth, far more than real ones do.
+fn one_process(before_s: f64, after_s: f64, between_s: f64) -> bool {
+    after_s - before_s >= between_s * 0.99 - 0.01
+}
+
+impl Report {
+    fn lines(&self, kind: TierKind) -> String {
+        let Self { bytes, seconds, gb_per_s, p50_us, p99_us, p999_us, errors, .. } = self;
+        let mut lines = match self.records {
+            0 => format!("no record came in {seconds:.2} s\n"),
+            records => format!(
+                "{}, {bytes} bytes in {seconds:.2} s: {gb_per_s:.3} GB/s\n\
+                 latency p50 {p50_us:.1} us, p99 {p99_us:.1} us, p99.9 {p999_us:.1} us\n",
+                count(records, "record")
+            ),
+        };
+        let here = format!("processor time {:.2} s", self.client_cpu_s);
+        lines += &match (kind, self.peer_cpu_s) {
+            (TierKind::Posix | TierKind::Uma, _) => here,
+            (TierKind::Rdma, Some(there)) => format!("{here} here, {there:.2} s at the peer"),
+            (TierKind::Rdma, None) => format!("{here} here, unknown at the peer"),
+        };
+        lines + &format!("; {errors} failed\n")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_restarted_peer_is_told_by_its_uptime() {
+        assert!(one_process(1.0, 4.0, 3.0));
+        assert!(one_process(1.0, 4.2, 3.0));
+        assert!(!one_process(10.0, 1.0, 3.0));
+        // It was restarted, and has been up for longer than when it was asked first.
+        assert!(!one_process(1.0, 50.0, 60.0));
+    }
 }

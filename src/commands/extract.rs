@@ -5,7 +5,9 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Context;
+use expert_peer::cli::{printable, store_error};
 use expert_tier::key::ExpertKey;
+use expert_tier::layout::TensorSpec;
 use expert_tier::store::ExpertStore;
 use expert_tier::store::verify::RecordReader;
 
@@ -19,30 +21,36 @@ pub(crate) struct Args {
     /// The model's own layer number
     #[arg(long, value_name = "L")]
     layer: u32,
-    /// The expert's index within the layer
+    /// The expert's number within the layer, counted from 0
     #[arg(long, value_name = "E")]
     expert: u32,
-    /// Write this tensor's bytes; its name as in the checkpoint. Without it: a line
-    /// `NAME DTYPE SHAPE BYTES` for each tensor
+    /// Write this tensor's bytes; its name as in the checkpoint, or as `inspect` shows it, with *
+    /// for the expert's number. Without it: a line `NAME DTYPE SHAPE BYTES` for each tensor
     #[arg(long, value_name = "NAME")]
     tensor: Option<String>,
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let store = ExpertStore::open(&args.store)?;
+    let store = ExpertStore::open(&args.store).map_err(|error| store_error(&args.store, error))?;
     let key = ExpertKey::new(args.layer, args.expert);
     let layer = store.manifest().layout().locate(key)?;
     let tensors = layer.spec().tensors();
-    let full_name = |tensor| layer.checkpoint_name(tensor, key.expert);
+    let full_name = |tensor: &TensorSpec| layer.checkpoint_name(tensor, key.expert);
     let Some(wanted) = &args.tensor else {
         let lines = tensors.iter().map(|tensor| {
             let (name, shape) = (full_name(tensor), output::shape(&tensor.shape));
-            format!("{name} {} {shape} {}\n", tensor.dtype, tensor.bytes)
+            format!("{} {} {shape} {}\n", printable(&name), tensor.dtype, tensor.bytes)
         });
         output::text(&lines.collect::<String>())?;
         return Ok(ExitCode::SUCCESS);
     };
-    let Some(tensor) = tensors.iter().find(|tensor| full_name(tensor) == *wanted) else {
+    let named = |tensor: &TensorSpec| {
+        let pattern = format!("{}{}", layer.prefix(), tensor.name);
+        // As it is, or as it is shown.
+        let names = [full_name(tensor), tensor.name.clone(), pattern];
+        names.iter().any(|name| name == wanted || printable(name) == *wanted)
+    };
+    let Some(tensor) = tensors.iter().find(|tensor| named(tensor)) else {
         let names: Vec<String> = tensors.iter().take(8).map(full_name).collect();
         let more = if tensors.len() > names.len() { ", ..." } else { "" };
         anyhow::bail!("{key} has no tensor {wanted}, it has {}{more}", names.join(", "));

@@ -1,8 +1,8 @@
 //! `metrale fetch`: records into the arena, checked.
 
 use std::fs::File;
-use std::io::{BufReader, Write};
-use std::path::{Path, PathBuf};
+use std::io::BufReader;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,9 @@ use expert_tier::trace::TraceReader;
 use serde::Serialize;
 
 use crate::backend::{Backend, BackendArgs};
-use crate::output;
+use crate::output::{self, count};
+use crate::signals;
+use crate::whole_file::write_whole;
 
 /// Longest wait for a completion or a slot before the program looks at the clock again.
 const WAIT: Duration = Duration::from_millis(500);
@@ -25,7 +27,7 @@ pub(crate) struct Args {
     #[command(flatten)]
     what: What,
     /// Write the record's payload to FILE; its tensors lie at the offsets that `inspect` shows
-    #[arg(long, value_name = "FILE", requires = "expert")]
+    #[arg(long, value_name = "FILE", requires = "expert", conflicts_with_all = ["all", "trace"])]
     out: Option<PathBuf>,
     /// Print one JSON object
     #[arg(long)]
@@ -35,16 +37,17 @@ pub(crate) struct Args {
 #[derive(clap::Args, Debug)]
 #[group(required = true, multiple = true)]
 struct What {
-    /// The layer of the one expert to fetch
+    /// Fetch one expert of this layer, by the model's own layer number; --expert says which
     #[arg(long, value_name = "L", requires = "expert", conflicts_with_all = ["all", "trace"])]
     layer: Option<u32>,
-    /// The one expert to fetch
+    /// Fetch this expert of the layer that --layer names, counted from 0
     #[arg(long, value_name = "E", requires = "layer", conflicts_with_all = ["all", "trace"])]
     expert: Option<u32>,
     /// Fetch every expert of every layer
     #[arg(long, conflicts_with = "trace")]
     all: bool,
-    /// Fetch what a routing trace asks for, line by line
+    /// Fetch what a routing trace asks for, line by line: {"step":0,"layer":3,"experts":[5,1]},
+    /// JSON of the forward pass, the layer, and the experts it was routed to
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
 }
@@ -92,6 +95,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         let fetched = fetch_one(&backend, ExpertKey::new(layer, expert))?;
         report.count(&fetched);
         if let Some(path) = &args.out {
+            signals::survive_file_limit()?;
             write_whole(path, fetched.residency.payload())
                 .with_context(|| format!("cannot write {}", path.display()))?;
         }
@@ -163,31 +167,12 @@ fn note_error(report: &mut Report, error: &dyn std::error::Error) {
     report.errors += 1;
     // A dead peer fails every record in the same way; a person needs to read it a few times.
     match report.errors {
-        1..=10 => eprintln!("metrale: {error}"),
-        11 => eprintln!("metrale: more records failed; the count follows"),
+        1..=10 => expert_peer::cli::complain(format_args!("metrale: {error}")),
+        11 => expert_peer::cli::complain(format_args!(
+            "metrale: more records failed; the count follows"
+        )),
         _ => {}
     }
-}
-
-/// Writes a file that is either whole or not there; a device or pipe is written as it is.
-fn write_whole(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
-    if path.metadata().is_ok_and(|found| !found.is_file()) {
-        return std::fs::OpenOptions::new().write(true).open(path)?.write_all(bytes);
-    }
-    let Some(name) = path.file_name() else {
-        return Err(std::io::Error::new(std::io::ErrorKind::InvalidInput, "not a file name"));
-    };
-    let mut partial = name.to_owned();
-    partial.push(format!(".partial-{}", std::process::id()));
-    let partial = path.with_file_name(partial);
-    let written = File::create(&partial)
-        .and_then(|mut file| file.write_all(bytes))
-        .and_then(|()| std::fs::rename(&partial, path));
-    if written.is_err() {
-        // The first error is the one to report; what is left is a file of ours.
-        drop(std::fs::remove_file(&partial));
-    }
-    written
 }
 
 fn print(report: &Report, json: bool) -> anyhow::Result<()> {
@@ -196,8 +181,14 @@ fn print(report: &Report, json: bool) -> anyhow::Result<()> {
     }
     let Report { backend, records, errors, bytes, seconds, .. } = report;
     let rate = *bytes as f64 / seconds.max(1e-9) / 1e9;
-    output::text(&format!(
-        "{records} records, {bytes} bytes by {backend} in {seconds:.3} s ({rate:.2} GB/s), \
-         all checked; {errors} failed\n"
-    ))
+    let came = match records {
+        0 => format!("no record came by {backend} in {seconds:.3} s"),
+        _ => {
+            let records = count(*records, "record");
+            format!(
+                "{records}, {bytes} bytes by {backend} in {seconds:.3} s ({rate:.2} GB/s), all checked"
+            )
+        }
+    };
+    output::text(&format!("{came}; {errors} failed\n"))
 }

@@ -4,12 +4,13 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use expert_peer::cli::{printable, store_error};
 use expert_tier::layout::{LayerLayout, TensorSpec};
 use expert_tier::store::ExpertStore;
 use expert_tier::store::manifest::{self, Manifest};
 use serde::Serialize;
 
-use crate::output;
+use crate::output::{self, count};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -76,7 +77,7 @@ impl<'a> From<&'a LayerLayout> for LayerReport<'a> {
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let store = ExpertStore::open(&args.store)?;
+    let store = ExpertStore::open(&args.store).map_err(|error| store_error(&args.store, error))?;
     let manifest = store.manifest();
     if args.json {
         output::json(&Report {
@@ -95,12 +96,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 fn table(manifest: &Manifest) -> String {
     let layers = manifest.layout().layers();
     let mut text = format!(
-        "fingerprint  {}\nmodel        {}\nformat       version {}\nrecords      {} in {} layers, {}\n",
+        "fingerprint  {}\nmodel        {}\nformat       version {}\nrecords      {} in {}, {}\n",
         manifest.fingerprint(),
-        manifest.model(),
+        printable(manifest.model()),
         manifest::VERSION,
         manifest.layout().records(),
-        layers.len(),
+        count(layers.len() as u64, "layer"),
         output::human_bytes(layers.iter().map(|l| l.stride() * u64::from(l.experts())).sum()),
     );
     let same = |a: &LayerLayout, b: &LayerLayout| {
@@ -117,8 +118,8 @@ fn table(manifest: &Manifest) -> String {
         // Writing to a String cannot fail.
         let _ = writeln!(
             text,
-            "\n{numbers}: {} experts, {} bytes of payload each, one every {}",
-            first.experts(),
+            "\n{numbers}: {}, {} bytes of payload each, one every {}",
+            count(u64::from(first.experts()), "expert"),
             first.spec().payload_bytes(),
             first.stride(),
         );
@@ -128,15 +129,16 @@ fn table(manifest: &Manifest) -> String {
 }
 
 fn tensor_table(tensors: &[TensorSpec]) -> String {
-    let width = tensors.iter().map(|t| t.name.len()).max().unwrap_or(0).clamp(6, 72);
+    let names: Vec<_> = tensors.iter().map(|t| printable(&t.name)).collect();
+    let width = names.iter().map(|name| name.chars().count()).max().unwrap_or(0).clamp(6, 72);
     let shapes: Vec<String> = tensors.iter().map(|t| output::shape(&t.shape)).collect();
     let shape_width = shapes.iter().map(String::len).max().unwrap_or(0).max(5);
     let mut text = format!(
         "  {:width$}  {:11}  {:shape_width$}  {:>12}  {:>12}\n",
         "tensor", "dtype", "shape", "offset", "bytes"
     );
-    for (tensor, shape) in tensors.iter().zip(&shapes) {
-        let TensorSpec { name, dtype, offset, bytes, .. } = tensor;
+    for ((tensor, shape), name) in tensors.iter().zip(&shapes).zip(&names) {
+        let TensorSpec { dtype, offset, bytes, .. } = tensor;
         let dtype = dtype.name();
         let _ = writeln!(
             text,

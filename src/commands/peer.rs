@@ -5,10 +5,12 @@ use std::time::Duration;
 
 use anyhow::Context;
 use expert_peer::StatusReport;
+use expert_peer::cli::{HostPort, LOG_HELP, UsageError};
 use expert_tier::tcp::Dialler;
+use gpu_sys::env;
 
-use crate::backend::SecretArgs;
-use crate::output;
+use crate::backend::{SecretArgs, setting};
+use crate::output::{self, count};
 
 #[derive(clap::Args, Debug)]
 pub(crate) struct Args {
@@ -19,6 +21,7 @@ pub(crate) struct Args {
 #[derive(clap::Subcommand, Debug)]
 enum What {
     /// Publish a store to clients
+    #[command(after_help = LOG_HELP)]
     Run(expert_peer::cli::RunArgs),
     /// Ask a running peer to describe itself
     Status(StatusArgs),
@@ -26,13 +29,14 @@ enum What {
 
 #[derive(clap::Args, Debug)]
 struct StatusArgs {
-    /// The peer
+    /// The peer [env: METRALE_EXPERT_PEER]
     #[arg(value_name = "HOST:PORT")]
-    peer: String,
+    peer: Option<HostPort>,
     #[command(flatten)]
     secret: SecretArgs,
     /// Longest time to wait for the peer
-    #[arg(long, value_name = "MS", default_value_t = 5000)]
+    #[arg(long, value_name = "MS", default_value_t = 5000,
+        value_parser = clap::value_parser!(u64).range(1..=600_000))]
     connect_ms: u64,
     /// Print one JSON object
     #[arg(long)]
@@ -47,24 +51,36 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// What the peer says of itself.
+pub(super) fn ask(dialler: &Dialler) -> anyhow::Result<StatusReport> {
+    serde_json::from_str(&dialler.status()?)
+        .with_context(|| format!("{} sent a status of another version", dialler.peer))
+}
+
 fn status(args: &StatusArgs) -> anyhow::Result<()> {
-    let connect = Duration::from_millis(args.connect_ms.clamp(1, 600_000));
-    let dialler = Dialler::new(args.peer.clone(), args.secret.read()?, connect);
-    let status: StatusReport = serde_json::from_str(&dialler.status()?)
-        .with_context(|| format!("{} sent a status of another version", args.peer))?;
+    let no_peer = "no peer: give HOST:PORT or set METRALE_EXPERT_PEER";
+    let peer = setting(args.peer.clone(), &env::EXPERT_PEER)?;
+    let HostPort(peer) = peer.ok_or_else(|| UsageError(no_peer.into()))?;
+    let connect = Duration::from_millis(args.connect_ms);
+    let status = ask(&Dialler::new(peer, args.secret.read()?, connect))?;
     if args.json {
         return output::json(&status);
     }
-    let StatusReport { fingerprint, model, layers, records, clients, max_clients, .. } = &status;
-    let StatusReport { connections, served, errors, refused, bytes, version, .. } = &status;
+    let StatusReport { fingerprint, model, clients, max_clients, served, .. } = &status;
+    let StatusReport { bytes, version, .. } = &status;
     let StatusReport { uptime_s, cpu_s, rss_bytes, .. } = &status;
     let state = if status.draining { "draining" } else { "serving" };
     output::text(&format!(
-        "{state} {model}, {layers} layers, {records} records\n\
+        "{state} {model}, {}, {}\n\
          store    {fingerprint}\n\
-         clients  {clients} of {max_clients}, {connections} connections\n\
-         requests {served} served, {errors} errors, {refused} connections refused, {bytes} bytes\n\
+         clients  {clients} of {max_clients}, {}\n\
+         requests {served} served, {}, {} refused, {bytes} bytes\n\
          process  version {version}, up {uptime_s:.0} s, {cpu_s:.2} s of processor time, \
-         {rss_bytes} bytes resident\n"
+         {rss_bytes} bytes resident\n",
+        count(status.layers, "layer"),
+        count(status.records, "record"),
+        count(status.connections, "connection"),
+        count(status.errors, "error"),
+        count(status.refused, "connection"),
     ))
 }

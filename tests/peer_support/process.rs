@@ -131,7 +131,7 @@ impl Drop for Peer {
         let _ = self.child.wait();
         self.readers.drain(..).for_each(|reader| drop(reader.join()));
         if std::thread::panicking() {
-            eprintln!(
+            println!(
                 "the peer's log:\n{}",
                 self.log.lock().map(|log| log.clone()).unwrap_or_default()
             );

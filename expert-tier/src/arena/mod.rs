@@ -342,6 +342,10 @@ struct LeaseState {
     end: Mutex<LeaseEnd>,
 }
 
+/// What [`MAX_SLOTS`] promises of each slot: a lease, a place among the fenced and one among the
+/// free.
+const _: () = assert!(size_of::<LeaseState>() + pool::BYTES_PER_SLOT <= 128);
+
 impl LeaseState {
     fn none() -> Self {
         Self { holders: Holders::none(), end: Mutex::default() }

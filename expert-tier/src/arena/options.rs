@@ -8,7 +8,7 @@ use gpu_sys::pinned::{HugePages, NumaPlacement};
 use super::ArenaError;
 use crate::layout::{ExpertLayout, STRIDE_ALIGN};
 
-/// Most slots in an arena: their bookkeeping then stays below 32 MiB.
+/// Most slots in an arena: at most 128 bytes of bookkeeping each, so 128 MiB in all.
 pub const MAX_SLOTS: u32 = 1 << 20;
 /// How long a stream that cannot be marked, or the device at the arena's end, is waited for.
 pub const DEFAULT_DRAIN_WAIT: Duration = Duration::from_secs(10);
@@ -77,11 +77,23 @@ impl ArenaOptions {
         }
     }
 
+    /// Bytes that hold every record of `layout` at once, or `most_bytes` where that is less; never
+    /// less than the largest record needs.
+    #[must_use]
+    pub fn bytes_for(layout: &ExpertLayout, most_bytes: u64) -> u64 {
+        let store_bytes: u64 =
+            classes(layout).iter().map(|c| c.slot_bytes.saturating_mul(c.records)).sum();
+        store_bytes.min(most_bytes).max(layout.max_stride())
+    }
+
     /// Cuts `arena_bytes` into slots for the records of `layout`.
     ///
     /// One slab per stride, strides that are close sharing one; each slab gets slots in
     /// proportion to how many records it is for, and what is left over goes to the largest that
     /// still fits. There is always a slot for the largest record.
+    ///
+    /// All of `arena_bytes` is pinned, less what is not enough for a slot, however small the store
+    /// is: [`bytes_for`](Self::bytes_for) says what a store can use.
     ///
     /// # Errors
     /// `arena_bytes` is too small for one record of the largest layer.
@@ -94,16 +106,20 @@ impl ArenaOptions {
         // Not zero: every class has a record, and strides are at least STRIDE_ALIGN.
         let store_bytes: u128 =
             classes.iter().map(|c| u128::from(c.slot_bytes) * u128::from(c.records)).sum();
-        // One slot for the largest record comes first, the rest is shared out.
-        let shared = u128::from(arena_bytes - needed_bytes);
+        // Room for every record comes first, or where that is too much, for the largest one; the
+        // rest is shared out.
+        let whole = u128::from(arena_bytes) >= store_bytes;
+        let first = if whole { store_bytes } else { u128::from(needed_bytes) };
+        let shared = u128::from(arena_bytes) - first;
         let mut slabs: Vec<_> = classes
             .iter()
             .map(|class| {
-                let slots = shared * u128::from(class.records) / store_bytes;
+                let records = u128::from(class.records);
+                let slots = shared * records / store_bytes + if whole { records } else { 0 };
                 SlabPlan { slot_bytes: class.slot_bytes, slots: bounded(slots) }
             })
             .collect();
-        if let Some(largest) = slabs.last_mut() {
+        if let Some(largest) = slabs.last_mut().filter(|_| !whole) {
             largest.slots = bounded(u128::from(largest.slots) + 1);
         }
         let planned: u64 = slabs.iter().map(|s| s.slot_bytes * u64::from(s.slots)).sum();
@@ -241,6 +257,17 @@ mod tests {
     }
 
     #[test]
+    fn a_small_store_needs_no_more_than_room_for_all_its_records() {
+        let layout = layout(&[(10_000, 3), (50_000, 2)]);
+        let all = ArenaOptions::bytes_for(&layout, 256 << 20);
+        let options = ArenaOptions::for_layout(&layout, all).unwrap();
+        assert_eq!(options.slabs.iter().map(|s| s.slots).collect::<Vec<_>>(), [3, 2]);
+        assert_eq!(bytes(&options), all);
+        assert_eq!(ArenaOptions::bytes_for(&layout, 100_000), 100_000);
+        assert_eq!(ArenaOptions::bytes_for(&layout, 1), layout.max_stride());
+    }
+
+    #[test]
     fn strides_that_are_close_share_a_slab() {
         let options =
             ArenaOptions::for_layout(&layout(&[(1 << 20, 8), (1_000_000, 8)]), 64 << 20).unwrap();
@@ -250,7 +277,7 @@ mod tests {
     #[test]
     fn no_arena_is_larger_than_what_was_given() {
         let layout = layout(&[(10_000, 3), (50_000, 200), (900_000, 5)]);
-        for arena_bytes in (layout.max_stride()..8 << 20).step_by(4096 * 7) {
+        for arena_bytes in (layout.max_stride()..40 << 20).step_by(4096 * 7) {
             let options = ArenaOptions::for_layout(&layout, arena_bytes).unwrap();
             assert!(bytes(&options) <= arena_bytes);
             assert_eq!(options.slabs.last().unwrap().slot_bytes, layout.max_stride());

@@ -83,6 +83,9 @@ struct Fenced<F> {
     fences: Vec<F>,
 }
 
+/// What a pool keeps for each slot, wherever the slot is.
+pub(super) const BYTES_PER_SLOT: usize = size_of::<u32>() + size_of::<Fenced<()>>();
+
 impl<F: Fence> Pool<F> {
     /// A pool whose slab `i` has `slots[i]` slots, numbered through from 0.
     pub(crate) fn new(slots: &[u32]) -> Self {

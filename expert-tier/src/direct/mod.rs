@@ -5,6 +5,7 @@
 //! they cannot; [`ring`] does the reading.
 
 pub(crate) mod ring;
+mod table;
 
 use std::fs::File;
 use std::io;
@@ -61,6 +62,19 @@ pub(crate) enum NotDirect {
     /// There is no io_uring for this process.
     #[error("io_uring is not to be had: {0}")]
     Ring(#[source] io::Error),
+}
+
+impl NotDirect {
+    /// The value of the label `reason` in metrics.
+    pub(crate) fn name(&self) -> &'static str {
+        match self {
+            Self::Open { .. } => "o_direct_refused",
+            Self::Unsupported { .. } => "no_direct_reads",
+            Self::Alignment { .. } => "alignment",
+            Self::Read { .. } => "direct_read_failed",
+            Self::Ring(_) => "no_io_uring",
+        }
+    }
 }
 
 /// A store's files, open for direct reads, in order of layer.

@@ -3,13 +3,16 @@
 //! The only unsafe code of the reader. What makes it sound:
 //!
 //! * A [`Target`] is moved into the ring with its job and given back after the last completion of
-//!   every read that names its memory. In between only the ring has it; the kernel writes to the
-//!   part that has not arrived, and [`Target::arrived`] is told of the part that has.
-//! * Only the thread in [`Ring::turn`] touches the queues and enters the kernel. Others add jobs
-//!   and ring the bell, an eventfd that the ring polls. It has to be so: the kernel finishes
-//!   requests in the context of the thread that submitted them, and gives them up when it exits.
-//! * A ring that is dropped with reads in flight waits for them; if they do not end in time it
-//!   leaks itself and the targets, so that the kernel never writes to memory that is used again.
+//!   every read that names its memory. In between only the ring has it: callers see the tag that
+//!   came with it. The kernel writes to the part that has not arrived, and [`Target::arrived`] is
+//!   told of the part that has; one that panics there goes back to the ring like any other.
+//! * Only the [`Driver`] touches the queues and enters the kernel. There is one, it cannot be
+//!   cloned, and it needs itself mutably. Handles ([`Ring`]) add jobs and ring the bell, an
+//!   eventfd that the ring polls. Keep a driver on one thread: the kernel finishes requests in the
+//!   context of the thread that submitted them.
+//! * A driver that is dropped with reads in flight waits for them; if they do not end within
+//!   `drop_wait`, it leaks the ring and the targets, so that the kernel never writes to memory
+//!   that is used again.
 //!
 //! Sizes: an extent is cut into pieces of `piece_bytes`, at most `depth` pieces are in flight, and
 //! the queues have `depth` entries and twice that, so neither can overflow; the kernel keeps
@@ -20,15 +23,19 @@
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io;
-use std::mem::ManuallyDrop;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use io_uring::types::{Fixed, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode, squeue, types};
 use rustix::event::{EventfdFlags, eventfd};
+
+use super::table::Table;
+use crate::tier::after;
 
 /// Memory that an extent is read into.
 ///
@@ -42,23 +49,6 @@ pub(crate) unsafe trait Target: Send {
 
     /// The first `bytes` of what had not arrived yet are there; called in order.
     fn arrived(&mut self, bytes: usize);
-}
-
-/// A target and what its owner wants to know of it when it comes back.
-pub(crate) struct Tagged<M, U> {
-    pub(crate) memory: M,
-    pub(crate) tag: U,
-}
-
-// SAFETY: memory and reports are the inner target's, which keeps the trait's promises.
-unsafe impl<M: Target, U: Send> Target for Tagged<M, U> {
-    fn memory(&self) -> (NonNull<u8>, usize) {
-        self.memory.memory()
-    }
-
-    fn arrived(&mut self, bytes: usize) {
-        self.memory.arrived(bytes);
-    }
 }
 
 /// Memory that many targets are part of, registered as a whole.
@@ -87,78 +77,85 @@ pub(crate) struct Extent {
 pub(crate) struct RingOptions {
     /// Reads in flight at once.
     pub(crate) depth: u32,
-    /// Bytes of one read; the last one of an extent may be shorter.
+    /// Bytes of one read, below 4 GiB; the last one of an extent may be shorter.
     pub(crate) piece_bytes: usize,
+    /// The longest extent expected; longer ones cost an allocation.
+    pub(crate) usual_bytes: usize,
+    /// Longest wait of a dropped driver for the reads in flight.
+    pub(crate) drop_wait: Duration,
 }
 
 /// The end of a job.
-pub(crate) struct Finished<T> {
-    pub(crate) target: T,
+pub(crate) struct Finished<M, U> {
+    pub(crate) memory: M,
+    /// What came with the memory.
+    pub(crate) tag: U,
     pub(crate) outcome: io::Result<()>,
 }
 
-/// A ring over a fixed set of files.
-pub(crate) struct Ring<T> {
-    uring: ManuallyDrop<IoUring>,
-    options: RingOptions,
+/// How many direct reads were started, and how.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct ReadCounts {
+    /// Into registered memory.
+    pub fixed: u64,
+    /// Into memory whose pages were pinned for the read.
+    pub plain: u64,
+}
+
+/// Gives jobs to a [`Driver`]. Cheap to clone; all clones are one ring.
+pub(crate) struct Ring<M, U>(Arc<Core<M, U>>);
+
+/// Drives a ring: starts its reads and reaps them.
+pub(crate) struct Driver<M, U> {
+    core: Arc<Core<M, U>>,
+    /// Whether the ring polls the bell.
+    listening: bool,
+    /// Jobs with completions that have not been reported; kept, so that no turn allocates.
+    reaped: VecDeque<u32>,
+}
+
+/// Fields are dropped in this order: the ring goes before what it has registered and polls.
+struct Core<M, U> {
+    uring: IoUring,
     registered: OnceLock<Registered>,
-    table: Mutex<Table<T>>,
     bell: OwnedFd,
+    options: RingOptions,
+    table: Mutex<Table<M, U>>,
+    fixed_reads: AtomicU64,
+    plain_reads: AtomicU64,
 }
 
 /// Memory registered with the ring in regions of 1 GiB, the most that the kernel takes in one.
 struct Registered {
     start: usize,
     bytes: usize,
-    /// Dropped after the ring, which is dropped by hand.
-    memory: ManuallyDrop<Box<dyn Region>>,
+    _memory: Box<dyn Region>,
 }
 
 const REGION_BYTES: usize = 1 << 30;
-/// Longest wait of a dropped ring for the reads in flight: disks that answer at all do in less.
-const DROP_WAIT: Duration = Duration::from_secs(30);
 /// `user_data` of the poll on the bell.
 const BELL: u64 = u64::MAX;
 
-struct Table<T> {
-    /// Entries of jobs that ended are used again.
-    jobs: Vec<Option<Job<T>>>,
-    free: Vec<u32>,
-    /// Jobs with pieces that have not been submitted, oldest first.
-    waiting: VecDeque<u32>,
-    in_flight: u32,
-    /// Whether the ring polls the bell.
-    listening: bool,
-    ended: Vec<Finished<T>>,
-    /// What one turn reaped; kept so that no turn allocates.
-    reaped: Vec<(u32, usize, i32)>,
+/// Where a target's memory starts.
+#[derive(Clone, Copy)]
+pub(super) struct Start(pub(super) NonNull<u8>);
+
+// SAFETY: it is the start of memory that lies beside it in the same job and whose type is `Send`;
+// the ring uses it for nothing but to tell the kernel where to write.
+unsafe impl Send for Start {}
+
+impl<M, U> Clone for Ring<M, U> {
+    fn clone(&self) -> Self {
+        Self(Arc::clone(&self.0))
+    }
 }
 
-struct Job<T> {
-    /// `None` while the thread in `turn` reports to it, without the lock.
-    target: Option<T>,
-    start: NonNull<u8>,
-    extent: Extent,
-    begun: Instant,
-    piece_bytes: usize,
-    /// Bytes read of each piece submitted so far.
-    pieces: Vec<u32>,
-    /// Pieces, from the first on, that have been reported.
-    reported: usize,
-    outstanding: u32,
-    failure: Option<io::Error>,
-}
-
-// SAFETY: `start` points into memory that the job's own target keeps, and targets are `Send`; the
-// ring uses it for nothing but to tell the kernel where to write.
-unsafe impl<T: Send> Send for Job<T> {}
-
-impl<T: Target> Ring<T> {
+impl<M: Target, U> Ring<M, U> {
     /// Sets up a ring that reads `files`.
     ///
     /// # Errors
     /// The kernel has no io_uring, refuses it to this process, or lacks waits with a timeout.
-    pub(crate) fn new(files: &[File], options: RingOptions) -> io::Result<Self> {
+    pub(crate) fn open(files: &[File], options: RingOptions) -> io::Result<(Self, Driver<M, U>)> {
         // One more entry for the poll on the bell.
         let uring = IoUring::builder().dontfork().setup_clamp().build(options.depth + 1)?;
         if !uring.params().is_feature_ext_arg() || !uring.params().is_feature_nodrop() {
@@ -168,29 +165,39 @@ impl<T: Target> Ring<T> {
         let fds: Vec<_> = files.iter().map(AsRawFd::as_raw_fd).collect();
         uring.submitter().register_files(&fds)?;
         let depth = options.depth.min(uring.params().sq_entries() - 1);
-        let table = Table {
-            jobs: Vec::new(),
-            free: Vec::new(),
-            waiting: VecDeque::new(),
-            in_flight: 0,
-            listening: false,
-            ended: Vec::new(),
-            reaped: Vec::new(),
-        };
-        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Self {
-            uring: ManuallyDrop::new(uring),
-            options: RingOptions { depth, ..options },
+        let core = Arc::new(Core {
+            uring,
             registered: OnceLock::new(),
-            table: Mutex::new(table),
-            bell,
-        })
+            bell: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+            options: RingOptions { depth, ..options },
+            table: Mutex::new(Table::new(options.usual_bytes.div_ceil(options.piece_bytes))),
+            fixed_reads: AtomicU64::new(0),
+            plain_reads: AtomicU64::new(0),
+        });
+        let driver = Driver { core: Arc::clone(&core), listening: false, reaped: VecDeque::new() };
+        Ok((Self(core), driver))
     }
 
+    /// Takes jobs, which the driver starts; callers see no more of the memory than its tag until
+    /// both come back.
+    ///
+    /// An extent longer than its target's memory ends its job with an error.
+    pub(crate) fn submit(&self, jobs: impl IntoIterator<Item = (Extent, M, U)>) {
+        let mut table = self.0.lock();
+        let piece_bytes = self.0.options.piece_bytes;
+        jobs.into_iter()
+            .for_each(|(extent, memory, tag)| table.add(extent, memory, tag, piece_bytes));
+        drop(table);
+        self.ring_bell();
+    }
+}
+
+impl<M, U> Ring<M, U> {
     /// Registers memory, so that reads into it need not pin its pages each time.
     ///
     /// # Errors
-    /// The kernel refuses, for want of locked memory most often; reads then go on without.
+    /// The kernel refuses: for want of locked memory most often, or because it has memory of this
+    /// ring already. Reads then go on without.
     pub(crate) fn register(&self, memory: Box<dyn Region>) -> io::Result<()> {
         let (start, bytes) = memory.region();
         let mut regions = Vec::with_capacity(bytes.div_ceil(REGION_BYTES));
@@ -198,101 +205,114 @@ impl<T: Target> Ring<T> {
             let iov_base = start.as_ptr().wrapping_add(at).cast();
             regions.push(libc::iovec { iov_base, iov_len: REGION_BYTES.min(bytes - at) });
         }
-        // SAFETY: the regions lie in `memory`, which the ring keeps for longer than the kernel's
+        // SAFETY: the regions lie in `memory`, which the core keeps for longer than the kernel's
         // registration, which ends with the ring's descriptor.
-        unsafe { self.uring.submitter().register_buffers(&regions)? };
-        let (start, memory) = (start.as_ptr().addr(), ManuallyDrop::new(memory));
+        unsafe { self.0.uring.submitter().register_buffers(&regions)? };
+        let start = start.as_ptr().addr();
         // The kernel takes one registration, so nobody has set it before.
-        drop(self.registered.set(Registered { start, bytes, memory }));
+        drop(self.0.registered.set(Registered { start, bytes, _memory: memory }));
         Ok(())
     }
 
     /// Whether memory has been registered.
     pub(crate) fn has_registered(&self) -> bool {
-        self.registered.get().is_some()
+        self.0.registered.get().is_some()
     }
 
-    /// Takes jobs; the thread in [`turn`](Self::turn) starts them.
-    ///
-    /// An extent longer than its target's memory ends its job with an error.
-    pub(crate) fn submit(&self, jobs: impl IntoIterator<Item = (Extent, T)>) {
-        let mut table = self.lock();
-        let piece_bytes = self.options.piece_bytes;
-        jobs.into_iter().for_each(|(extent, target)| table.add(extent, target, piece_bytes));
-        drop(table);
-        self.ring_bell();
+    /// Whether it is this memory that has been registered.
+    pub(crate) fn has_registered_this(&self, memory: &dyn Region) -> bool {
+        let start = memory.region().0.as_ptr().addr();
+        self.0.registered.get().is_some_and(|registered| registered.start == start)
     }
 
     /// Gives up on the jobs that `which` says: nothing more of them is read, and they end with
     /// `ECANCELED` when the reads in flight have ended.
-    pub(crate) fn cancel(&self, which: impl Fn(&T) -> bool) {
-        let mut table = self.lock();
-        for index in 0..table.jobs.len() as u32 {
-            let Some(job) = table.at(index) else { continue };
-            // One that is being reported to at this moment is as good as done.
-            if job.target.as_ref().is_some_and(&which) {
-                job.fail(io::Error::from_raw_os_error(libc::ECANCELED));
-                table.settle(index);
-            }
-        }
-        drop(table);
-        self.ring_bell();
-    }
-
-    /// Looks at every job that began more than `age` ago.
-    pub(crate) fn overdue(&self, age: Duration, mut look: impl FnMut(&mut T)) {
-        let mut table = self.lock();
-        for job in table.jobs.iter_mut().flatten() {
-            if job.begun.elapsed() >= age
-                && let Some(target) = &mut job.target
-            {
-                look(target);
-            }
+    pub(crate) fn cancel(&self, which: impl Fn(&U) -> bool) {
+        let any = self.0.lock().cancel(which);
+        if any {
+            self.ring_bell();
         }
     }
 
-    /// Makes the thread in [`turn`](Self::turn) return soon.
-    pub(crate) fn ring_bell(&self) {
+    /// Looks at every job that began at least `age` ago and has not ended.
+    pub(crate) fn overdue(&self, age: Duration, mut look: impl FnMut(&mut U)) {
+        let mut table = self.0.lock();
+        table.running().filter(|job| job.begun.elapsed() >= age).for_each(|job| look(&mut job.tag));
+    }
+
+    /// Takes the jobs that have ended, as the driver's turns do: for when there is none any more.
+    pub(crate) fn take_ended(&self, finished: &mut Vec<Finished<M, U>>) {
+        self.0.lock().hand_out(finished);
+    }
+
+    /// Jobs that the ring has: waiting, in flight, or ended and not yet taken.
+    pub(crate) fn jobs(&self) -> usize {
+        self.0.lock().jobs()
+    }
+
+    /// Reads that the kernel has; of a ring without a driver, those that never ended.
+    pub(crate) fn in_flight(&self) -> u32 {
+        self.0.lock().in_flight
+    }
+
+    /// Reads started so far.
+    pub(crate) fn reads(&self) -> ReadCounts {
+        ReadCounts {
+            fixed: self.0.fixed_reads.load(Ordering::Relaxed),
+            plain: self.0.plain_reads.load(Ordering::Relaxed),
+        }
+    }
+
+    /// Makes the driver return from its turn soon.
+    fn ring_bell(&self) {
         #[expect(
             clippy::host_endian_bytes,
             reason = "eventfd(2) counts in the machine's own order"
         )]
         let once = 1_u64.to_ne_bytes();
         // A full counter has been rung enough; no other error can befall an eventfd of ours.
-        let _rung = rustix::io::write(&self.bell, &once);
+        let _rung = rustix::io::write(&self.0.bell, &once);
     }
+}
 
+impl<M: Target, U> Driver<M, U> {
     /// Starts reads, waits up to `wait` for completions or the bell, reports what arrived, and
-    /// adds the jobs that ended to `finished`. For one thread, always the same.
+    /// adds the jobs that ended to `finished`.
     ///
     /// # Errors
-    /// The kernel refused to wait or to take reads; the jobs stay.
-    pub(crate) fn turn(&self, wait: Duration, finished: &mut Vec<Finished<T>>) -> io::Result<()> {
-        let mut table = self.lock();
-        self.pump(&mut table);
-        self.listen(&mut table);
+    /// The kernel refused to wait or to take reads; the jobs stay, and what had arrived has been
+    /// reported nevertheless.
+    pub(crate) fn turn(
+        &mut self,
+        wait: Duration,
+        finished: &mut Vec<Finished<M, U>>,
+    ) -> io::Result<()> {
+        let core = &*self.core;
+        let mut table = core.lock();
+        core.pump(&mut table);
+        core.listen(&mut self.listening);
         // What has ended already is not to wait for what has not.
-        let wait = if table.ended.is_empty() { wait } else { Duration::ZERO };
+        let wait = if table.has_ended() { Duration::ZERO } else { wait };
         drop(table);
-        self.enter(wait)?;
-        let mut table = self.lock();
-        let mut reaped = std::mem::take(&mut table.reaped);
-        self.reap(&mut table, &mut reaped);
+        let mut entered = core.enter(wait);
+        let mut table = core.lock();
+        core.reap(&mut table, &mut self.listening, &mut self.reaped);
         // The disk goes on with what comes next while this thread checks what has arrived.
-        let more = self.pump(&mut table);
+        let more = core.pump(&mut table);
         drop(table);
         if more {
-            self.enter(Duration::ZERO)?;
+            entered = entered.and(core.enter(Duration::ZERO));
         }
-        for (index, _, _) in reaped.drain(..) {
-            self.report(index);
+        while let Some(index) = self.reaped.pop_front() {
+            core.report(index);
         }
-        let mut table = self.lock();
-        table.reaped = reaped;
-        finished.append(&mut table.ended);
-        Ok(())
+        core.lock().hand_out(finished);
+        entered
     }
+}
 
+/// All but `report` and `lock` are for the driver alone.
+impl<M, U> Core<M, U> {
     /// Hands the submission queue to the kernel and waits for a completion, if `wait` is not zero.
     fn enter(&self, wait: Duration) -> io::Result<()> {
         let timeout = Timespec::from(wait);
@@ -308,91 +328,47 @@ impl<T: Target> Ring<T> {
     }
 
     /// Polls the bell, if the ring does not.
-    fn listen(&self, table: &mut Table<T>) {
-        if table.listening {
+    fn listen(&self, listening: &mut bool) {
+        if *listening {
             return;
         }
         let bell = types::Fd(self.bell.as_raw_fd());
         let entry = opcode::PollAdd::new(bell, libc::POLLIN as u32).build().user_data(BELL);
         // SAFETY: the entry names no memory, and the bell is closed after the ring.
-        table.listening = unsafe { self.push(&entry) }.is_ok();
+        *listening = unsafe { self.push(&entry) }.is_ok();
     }
 
-    /// Takes every completion there is into the table.
-    fn reap(&self, table: &mut Table<T>, reaped: &mut Vec<(u32, usize, i32)>) {
-        // SAFETY: only the thread in `turn` reads the completion queue, and this is it.
+    /// Takes every completion there is into the table, and lists whose they are in `reaped`.
+    fn reap(&self, table: &mut Table<M, U>, listening: &mut bool, reaped: &mut VecDeque<u32>) {
+        // SAFETY: the driver alone gets here, from `turn`, which has it mutably.
         for entry in unsafe { self.uring.completion_shared() } {
             let data = entry.user_data();
             if data == BELL {
-                table.listening = false;
+                *listening = false;
                 let _count = rustix::io::read(&self.bell, &mut [0; 8]);
-            } else {
-                reaped.push(((data >> 32) as u32, data as u32 as usize, entry.result()));
+                continue;
             }
-        }
-        for &(index, piece, result) in &*reaped {
-            self.completed(table, index, piece, result);
-        }
-    }
-
-    /// Jobs that the ring has.
-    pub(crate) fn jobs(&self) -> usize {
-        let table = self.lock();
-        table.jobs.len() - table.free.len()
-    }
-
-    /// One read has ended: `result` is its length, or an errno below zero.
-    fn completed(&self, table: &mut Table<T>, index: u32, piece: usize, result: i32) {
-        table.in_flight -= 1;
-        let Some(job) = table.at(index) else { return };
-        job.outstanding -= 1;
-        match usize::try_from(result) {
-            Ok(0) => job.fail(io::ErrorKind::UnexpectedEof.into()),
-            Ok(count) => job.pieces[piece] += count as u32,
-            Err(_) if matches!(-result, libc::EINTR | libc::EAGAIN) => {}
-            Err(_) => job.fail(io::Error::from_raw_os_error(-result)),
-        }
-        let short = (job.pieces[piece] as usize) < job.piece_len(piece);
-        if job.failure.is_none() && short {
-            // Continued where it ended; where that is not aligned, the kernel says so.
-            if let Err(error) = self.read(table, index, piece) {
-                table.at(index).into_iter().for_each(|job| job.fail(clone(&error)));
+            let (index, piece) = ((data >> 32) as u32, data as u32 as usize);
+            table.in_flight -= 1;
+            let Some(job) = table.at(index) else { continue };
+            if job.completed(piece, entry.result()) {
+                // Continued where it ended; where that is not aligned, the kernel says so.
+                if let Err(error) = self.read(table, index, piece) {
+                    table.at(index).into_iter().for_each(|job| job.fail(clone(&error)));
+                }
             }
+            reaped.push_back(index);
         }
-    }
-
-    /// Tells the target of job `index` what has arrived in order, without the lock: checking takes
-    /// time. The job cannot end meanwhile, since it ends with its target in it.
-    fn report(&self, index: u32) {
-        let mut table = self.lock();
-        let Some(job) = table.at(index) else { return };
-        let bytes = job.take_arrived();
-        let target = if bytes > 0 { job.target.take() } else { None };
-        if let Some(mut target) = target {
-            drop(table);
-            target.arrived(bytes);
-            table = self.lock();
-            if let Some(job) = table.at(index) {
-                job.target = Some(target);
-            }
-        }
-        table.settle(index);
     }
 
     /// Queues pieces of the oldest waiting jobs until the depth is reached; says if there were any.
-    fn pump(&self, table: &mut Table<T>) -> bool {
+    fn pump(&self, table: &mut Table<M, U>) -> bool {
         let mut pushed = false;
         while table.in_flight < self.options.depth {
-            let Some(&index) = table.waiting.front() else { break };
-            let Some(job) = table.at(index).filter(|job| job.more()) else {
-                table.waiting.pop_front();
-                continue;
-            };
-            job.pieces.push(0);
-            let piece = job.pieces.len() - 1;
+            let Some((index, piece)) = table.next_piece() else { break };
             if self.read(table, index, piece).is_err() {
                 // No room in the queue: the next turn goes on here.
-                table.at(index).and_then(|job| job.pieces.pop());
+                table.put_piece_back(index);
                 break;
             }
             pushed = true;
@@ -401,21 +377,26 @@ impl<T: Target> Ring<T> {
     }
 
     /// Puts the read of what is missing of a piece into the submission queue.
-    fn read(&self, table: &mut Table<T>, index: u32, piece: usize) -> io::Result<()> {
+    fn read(&self, table: &mut Table<M, U>, index: u32, piece: usize) -> io::Result<()> {
         let Some(job) = table.at(index) else { return Ok(()) };
         let done = job.pieces[piece] as usize;
         let at = piece * job.piece_bytes + done;
         let len = job.piece_len(piece) - done;
-        let address = job.start.as_ptr().wrapping_add(at);
+        let address = job.start.0.as_ptr().wrapping_add(at);
         let file = Fixed(job.extent.file);
         let offset = job.extent.offset + at as u64;
-        // A piece is at most `piece_bytes`, which the constructor's caller keeps below 4 GiB.
+        // A piece is at most `piece_bytes`, which is below 4 GiB.
         let len32 = len as u32;
-        let entry = match self.region_of(address.addr(), len) {
+        let region = self.registered.get().and_then(|all| all.region_of(address.addr(), len));
+        let (entry, count) = match region {
             Some(region) => {
-                opcode::ReadFixed::new(file, address, len32, region).offset(offset).build()
+                let read = opcode::ReadFixed::new(file, address, len32, region);
+                (read.offset(offset).build(), &self.fixed_reads)
             }
-            None => opcode::Read::new(file, address, len32).offset(offset).build(),
+            None => {
+                let read = opcode::Read::new(file, address, len32);
+                (read.offset(offset).build(), &self.plain_reads)
+            }
         };
         let user_data = u64::from(index) << 32 | piece as u64;
         // SAFETY: the bytes lie within the target's memory (`add` compared the extent with it),
@@ -423,32 +404,58 @@ impl<T: Target> Ring<T> {
         unsafe { self.push(&entry.user_data(user_data))? };
         job.outstanding += 1;
         table.in_flight += 1;
+        count.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
 
     /// # Safety
-    /// The caller is the thread in `turn`, and what the entry names outlives its completion.
+    /// The caller is the driver, and what the entry names outlives its completion.
     unsafe fn push(&self, entry: &squeue::Entry) -> io::Result<()> {
-        // SAFETY: the caller is the one thread that uses this queue.
+        // SAFETY: the caller vouches for being the driver, the only user of this queue.
         let mut queue = unsafe { self.uring.submission_shared() };
         // SAFETY: the caller vouches for what the entry names.
         let pushed = unsafe { queue.push(entry) };
         pushed.map_err(|_| io::Error::from_raw_os_error(libc::EBUSY))
     }
 
+    /// Every change under this lock is complete before anything can panic.
+    fn lock(&self) -> MutexGuard<'_, Table<M, U>> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<M: Target, U> Core<M, U> {
+    /// Tells the target of job `index` what has arrived in order, without the lock: checking takes
+    /// time. The job cannot end meanwhile, since it ends with its target in it.
+    fn report(&self, index: u32) {
+        let mut table = self.lock();
+        let Some(job) = table.at(index) else { return };
+        let bytes = job.take_arrived();
+        let memory = if bytes > 0 { job.memory.take() } else { None };
+        if let Some(mut memory) = memory {
+            drop(table);
+            // Other pieces may be in flight, so the memory goes back whatever happens here.
+            let told = catch_unwind(AssertUnwindSafe(|| memory.arrived(bytes)));
+            table = self.lock();
+            if let Some(job) = table.at(index) {
+                job.memory = Some(memory);
+                if told.is_err() {
+                    job.fail(io::Error::other("whoever was told what arrived panicked"));
+                }
+            }
+        }
+        table.settle(index);
+    }
+}
+
+impl Registered {
     /// The registered region that holds all of these bytes.
     fn region_of(&self, address: usize, bytes: usize) -> Option<u16> {
-        let registered = self.registered.get()?;
-        let from = address.checked_sub(registered.start)?;
-        let to = from + bytes;
+        let from = address.checked_sub(self.start)?;
+        let to = from.checked_add(bytes).filter(|&to| to <= self.bytes)?;
         let region = from / REGION_BYTES;
-        let whole = to <= registered.bytes && (to - 1) / REGION_BYTES == region;
+        let whole = to.checked_sub(1)? / REGION_BYTES == region;
         u16::try_from(region).ok().filter(|_| whole)
-    }
-
-    /// Every change under this lock is complete before anything can panic.
-    fn lock(&self) -> MutexGuard<'_, Table<T>> {
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -457,115 +464,25 @@ fn clone(error: &io::Error) -> io::Error {
     error.raw_os_error().map_or_else(|| error.kind().into(), io::Error::from_raw_os_error)
 }
 
-impl<T: Target> Table<T> {
-    fn add(&mut self, extent: Extent, target: T, piece_bytes: usize) {
-        let (start, room) = target.memory();
-        let failure = (extent.bytes > room || extent.bytes == 0).then(|| {
-            let text = format!("{} bytes do not fit into {room}", extent.bytes);
-            io::Error::new(io::ErrorKind::InvalidInput, text)
-        });
-        let job = Job {
-            target: Some(target),
-            start,
-            extent,
-            begun: Instant::now(),
-            piece_bytes,
-            pieces: Vec::with_capacity(extent.bytes.div_ceil(piece_bytes)),
-            reported: 0,
-            outstanding: 0,
-            failure,
-        };
-        let index = self.free.pop().unwrap_or_else(|| {
-            self.jobs.push(None);
-            // Jobs are bounded by the slots of an arena, far below 2^32.
-            self.jobs.len() as u32 - 1
-        });
-        self.jobs[index as usize] = Some(job);
-        self.waiting.push_back(index);
-        self.settle(index);
-    }
-}
-
-impl<T> Table<T> {
-    fn at(&mut self, index: u32) -> Option<&mut Job<T>> {
-        self.jobs.get_mut(index as usize)?.as_mut()
-    }
-
-    /// Ends the job if nothing of it is in flight and nothing is left to read.
-    fn settle(&mut self, index: u32) {
-        let entry = &mut self.jobs[index as usize];
-        let Some(job) = entry.take_if(|job| job.over()) else { return };
-        self.free.push(index);
-        self.waiting.retain(|&waiting| waiting != index);
-        let outcome = job.failure.map_or(Ok(()), Err);
-        if let Some(target) = job.target {
-            self.ended.push(Finished { target, outcome });
-        }
-    }
-}
-
-impl<T> Job<T> {
-    fn piece_len(&self, piece: usize) -> usize {
-        self.piece_bytes.min(self.extent.bytes - piece * self.piece_bytes)
-    }
-
-    fn total(&self) -> usize {
-        self.extent.bytes.div_ceil(self.piece_bytes)
-    }
-
-    /// Whether there is a piece that has not been submitted.
-    fn more(&self) -> bool {
-        self.failure.is_none() && self.pieces.len() < self.total()
-    }
-
-    fn over(&self) -> bool {
-        let done = self.failure.is_some() || self.reported == self.total();
-        done && self.outstanding == 0 && self.target.is_some()
-    }
-
-    /// Marks as reported what has arrived in order, and says how much that is.
-    fn take_arrived(&mut self) -> usize {
-        let mut bytes = 0;
-        while self.failure.is_none() && self.reported < self.pieces.len() {
-            let len = self.piece_len(self.reported);
-            if (self.pieces[self.reported] as usize) < len {
+impl<M, U> Drop for Driver<M, U> {
+    fn drop(&mut self) {
+        let core = &self.core;
+        let until = after(core.options.drop_wait);
+        let mut reads = core.lock().in_flight;
+        while reads > 0 && Instant::now() < until {
+            let left = until.saturating_duration_since(Instant::now());
+            if core.enter(left).is_err() {
                 break;
             }
-            self.reported += 1;
-            bytes += len;
+            // SAFETY: the driver alone gets here, which is being dropped.
+            let completions = unsafe { core.uring.completion_shared() };
+            let ended = completions.filter(|entry| entry.user_data() != BELL).count();
+            reads = reads.saturating_sub(ended as u32);
         }
-        bytes
-    }
-
-    fn fail(&mut self, error: io::Error) {
-        self.failure.get_or_insert(error);
-    }
-}
-
-impl<T> Drop for Ring<T> {
-    fn drop(&mut self) {
-        let until = Instant::now() + DROP_WAIT;
-        let mut table = self.table.lock().unwrap_or_else(PoisonError::into_inner);
-        while table.in_flight > 0 && Instant::now() < until {
-            let timeout = Timespec::from(Duration::from_millis(100));
-            let args = SubmitArgs::new().timespec(&timeout);
-            // An error, a timeout among them, shows in the count that the loop looks at.
-            drop(self.uring.submitter().submit_with_args(1, &args));
-            let ended = self.uring.completion().filter(|entry| entry.user_data() != BELL).count();
-            table.in_flight = table.in_flight.saturating_sub(ended as u32);
-        }
-        if table.in_flight > 0 {
-            let reads = table.in_flight;
+        core.lock().in_flight = reads;
+        if reads > 0 {
             tracing::error!(reads, "reads did not end; their memory and the ring are leaked");
-            std::mem::forget(std::mem::take(&mut table.jobs));
-            return;
-        }
-        drop(table);
-        // SAFETY: this is the only place that drops it, and it runs once.
-        unsafe { ManuallyDrop::drop(&mut self.uring) };
-        if let Some(registered) = self.registered.get_mut() {
-            // SAFETY: as above; the registration went with the ring.
-            unsafe { ManuallyDrop::drop(&mut registered.memory) };
+            std::mem::forget(Arc::clone(core));
         }
     }
 }

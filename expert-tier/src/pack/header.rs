@@ -11,11 +11,13 @@ use std::io::{BufReader, Read, Seek, SeekFrom};
 use std::marker::PhantomData;
 use std::path::Path;
 
+use rustix::fs::OFlags;
 use serde::Deserialize;
 use serde::de::{DeserializeSeed, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
 use super::PackError;
 use crate::dtype::Dtype;
+use crate::files::{FileIdentity, open_regular};
 
 /// Longest header accepted.
 pub(super) const MAX_HEADER_BYTES: u64 = 512 << 20;
@@ -34,6 +36,7 @@ pub(super) struct Entry {
 }
 
 /// Calls `each` with every tensor: its name, its entry, and where in the file its bytes start.
+/// Returns which file it was.
 ///
 /// # Errors
 /// The file breaks the format, or `each` refuses a tensor.
@@ -41,13 +44,11 @@ pub(super) fn read_header(
     path: &Path,
     shard: &str,
     mut each: impl FnMut(String, Entry, u64) -> Result<(), PackError>,
-) -> Result<(), PackError> {
-    let mut file = File::open(path).map_err(PackError::io("open", path))?;
-    let metadata = file.metadata().map_err(PackError::io("look at", path))?;
-    if !metadata.is_file() {
-        return Err(PackError::document(path, "not a regular file"));
-    }
-    let found = metadata.len();
+) -> Result<FileIdentity, PackError> {
+    let mut file = open_regular(path, OFlags::RDONLY).map_err(PackError::io("open", path))?;
+    // Before the first byte is read: a change from here on makes another identity.
+    let identity = FileIdentity::of(&file).map_err(PackError::io("look at", path))?;
+    let found = identity.bytes();
     let length = |expected| PackError::ShardLength { shard: shard.into(), found, expected };
     if found < 8 {
         return Err(length(8));
@@ -79,7 +80,7 @@ pub(super) fn read_header(
         covered = end;
     }
     let expected = data_start.saturating_add(covered);
-    if found == expected { Ok(()) } else { Err(length(expected)) }
+    if found == expected { Ok(identity) } else { Err(length(expected)) }
 }
 
 fn check_length(path: &Path, name: &str, entry: &Entry) -> Result<(), PackError> {

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use rustix::fs::{Advice, fadvise};
 
 use super::PackError;
-use super::checkpoint::shard_path;
+use super::checkpoint::Shard;
 use super::synthetic::SyntheticSpec;
 use crate::key::ExpertKey;
 use crate::layout::{LayerLayout, TensorSpec};
@@ -32,7 +32,7 @@ pub(super) enum Content {
 #[derive(Debug)]
 pub(super) struct ShardContent {
     pub(super) dir: PathBuf,
-    pub(super) shards: Vec<String>,
+    pub(super) shards: Vec<Shard>,
     /// In the order of the plan's layers.
     pub(super) layers: Vec<LayerSource>,
 }
@@ -139,7 +139,7 @@ impl Reader<'_> {
         let Some(spot) = content.layers[layer].tensors[index].spot(tensor, expert) else {
             return Ok(());
         };
-        let path = || shard_path(&content.dir, &content.shards, spot.shard);
+        let path = || content.dir.join(&content.shards[spot.shard as usize].name);
         let file = open_shard(content, open, spot.shard)?;
         file.read_exact_at(out, spot.offset + offset).map_err(|error| {
             if error.kind() == io::ErrorKind::UnexpectedEof {
@@ -153,18 +153,31 @@ impl Reader<'_> {
         })
     }
 
+    /// To be called after the last read: refuses all that was read if a shard changed meanwhile.
+    pub(super) fn finish(self) -> Result<(), PackError> {
+        match self {
+            Self::Synthetic(_) => Ok(()),
+            Self::Shards { content, mut open } => close_shards(content, &mut open),
+        }
+    }
+
     /// Says that this expert comes next, so that the kernel reads ahead.
-    pub(super) fn will_need(&mut self, layer: &LayerLayout, index: usize, expert: u32) {
-        let Self::Shards { content, open } = self else { return };
+    pub(super) fn will_need(
+        &mut self,
+        layer: &LayerLayout,
+        index: usize,
+        expert: u32,
+    ) -> Result<(), PackError> {
+        let Self::Shards { content, open } = self else { return Ok(()) };
         let tensors = layer.spec().tensors().iter().zip(&content.layers[index].tensors);
         for (tensor, source) in tensors.filter(|(tensor, _)| tensor.bytes >= ADVISE_BYTES) {
             let Some(spot) = source.spot(tensor, expert) else { continue };
+            let file = open_shard(content, open, spot.shard)?;
+            let bytes = std::num::NonZero::new(tensor.bytes);
             // Advice only: what goes wrong here shows when the tensor is read.
-            if let Ok(file) = open_shard(content, open, spot.shard) {
-                let bytes = std::num::NonZero::new(tensor.bytes);
-                let _ = fadvise(file, spot.offset, bytes, Advice::WillNeed);
-            }
+            let _ = fadvise(file, spot.offset, bytes, Advice::WillNeed);
         }
+        Ok(())
     }
 }
 
@@ -174,16 +187,22 @@ fn open_shard<'a>(
     shard: u32,
 ) -> Result<&'a File, PackError> {
     if open.len() >= OPEN_SHARDS && !open.contains_key(&shard) {
-        open.clear();
+        close_shards(content, open)?;
     }
     match open.entry(shard) {
         std::collections::hash_map::Entry::Occupied(entry) => Ok(entry.into_mut()),
         std::collections::hash_map::Entry::Vacant(entry) => {
-            let path = shard_path(&content.dir, &content.shards, shard);
-            let file = File::open(&path).map_err(PackError::io("open", &path))?;
-            Ok(entry.insert(file))
+            Ok(entry.insert(content.shards[shard as usize].open(&content.dir)?))
         }
     }
+}
+
+/// Closes shards, once it is certain that all that was read of them is what was planned.
+fn close_shards(content: &ShardContent, open: &mut HashMap<u32, File>) -> Result<(), PackError> {
+    for (shard, file) in open.drain() {
+        content.shards[shard as usize].check_unchanged(&file, &content.dir)?;
+    }
+    Ok(())
 }
 
 /// Saturates: every use takes the minimum with a length in memory.

@@ -10,6 +10,9 @@ use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use rustix::fs::OFlags;
+
+use crate::files::open_regular;
 use crate::key::ExpertKey;
 use crate::layout::{KeyError, LayerLayout};
 use crate::store::manifest::{FILE_NAME, MAX_BYTES, Manifest, ManifestError, layer_file_name};
@@ -203,7 +206,7 @@ impl ExpertStore {
 fn read_manifest(dir: &Path) -> Result<Manifest, StoreError> {
     let path = dir.join(FILE_NAME);
     let io = |action, source| StoreError::Io { action, path: path.clone(), source };
-    let file = File::open(&path).map_err(|error| io("open", error))?;
+    let file = open_regular(&path, OFlags::RDONLY).map_err(|error| io("open", error))?;
     let mut bytes = Vec::new();
     file.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(|error| io("read", error))?;
     Manifest::parse(&bytes).map_err(|source| StoreError::Manifest { path: path.clone(), source })
@@ -212,7 +215,7 @@ fn read_manifest(dir: &Path) -> Result<Manifest, StoreError> {
 fn open_layer(dir: &Path, layer: &LayerLayout) -> Result<File, StoreError> {
     let path = dir.join(layer_file_name(layer.layer()));
     let io = |action, source| StoreError::Io { action, path: path.clone(), source };
-    let file = File::open(&path).map_err(|error| io("open", error))?;
+    let file = open_regular(&path, OFlags::RDONLY).map_err(|error| io("open", error))?;
     let found = file.metadata().map_err(|error| io("stat", error))?.len();
     let expected = u64::from(layer.experts()) * layer.stride();
     if found != expected {

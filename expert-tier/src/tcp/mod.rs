@@ -74,7 +74,8 @@ pub struct TcpOptions {
     pub streams: u32,
     /// Requests in flight per connection, 1 to [`MAX_DEPTH`].
     pub depth: u32,
-    /// Longest time without the record that is due: finds a peer that has stalled.
+    /// Longest time without the record that is due: finds a peer that has stalled. Once no
+    /// connection has been up for as long, requests fail at once until one is back.
     pub deadline: Duration,
     /// Longest time from submitting a request to its end, whatever the peer does.
     pub total: Duration,

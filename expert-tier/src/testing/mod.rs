@@ -5,7 +5,9 @@
 
 pub mod contract;
 mod faulty;
+mod meters;
 mod store;
 
 pub use faulty::{Fault, FaultyTier};
+pub use meters::Meters;
 pub use store::{TestStore, small_arena, sound_record, tiny_manifest};

@@ -61,13 +61,22 @@ pub enum SecretError {
     },
     /// Too short to be one, or too long to be meant.
     #[error(
-        "a secret has {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} bytes, this one has {found}: \
-         make one with `head -c 32 /dev/urandom | base64`"
+        "a secret has {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} bytes, this one has {}: \
+         make one with `head -c 32 /dev/urandom | base64`", told(*found)
     )]
     Length {
-        /// Bytes without the trailing line end.
+        /// Bytes without the line ends at the end; of a file that is too long, those read.
         found: usize,
     },
+}
+
+/// A file is not read past what a secret may have, so how long a longer one is stays unknown.
+fn told(found: usize) -> String {
+    if found > MAX_SECRET_BYTES {
+        format!("more than {MAX_SECRET_BYTES}")
+    } else {
+        found.to_string()
+    }
 }
 
 impl Secret {
@@ -90,7 +99,12 @@ impl Secret {
         let io = |source| SecretError::Io { path: path.to_owned(), source };
         let file = std::fs::File::open(path).map_err(io)?;
         let mut bytes = Vec::new();
-        file.take(MAX_SECRET_BYTES as u64 + 3).read_to_end(&mut bytes).map_err(io)?;
+        // Room for the longest secret and a line end, and one byte to tell that there is more.
+        let most = MAX_SECRET_BYTES + 3;
+        file.take(most as u64).read_to_end(&mut bytes).map_err(io)?;
+        if bytes.len() == most {
+            return Err(SecretError::Length { found: most });
+        }
         while matches!(bytes.last(), Some(b'\n' | b'\r')) {
             bytes.pop();
         }
@@ -148,5 +162,25 @@ mod tests {
         let error = Secret::new(b"short").unwrap_err().to_string();
         assert!(error.contains("/dev/urandom"), "{error}");
         assert!(!format!("{:?}", Secret::new(b"sixteen bytes ok")).contains("sixteen"));
+    }
+
+    #[test]
+    fn a_file_holds_a_secret_of_the_right_length_before_its_line_end() {
+        let dir = tempfile::tempdir().unwrap();
+        let read = |bytes: &[u8]| {
+            let path = dir.path().join("secret");
+            std::fs::write(&path, bytes).unwrap();
+            Secret::read(&path).map_err(|error| error.to_string())
+        };
+        let longest = [b'x'; MAX_SECRET_BYTES];
+        for end in [&b""[..], b"\n", b"\r\n"] {
+            assert_eq!(read(&[&longest[..], end].concat()).unwrap().0[..], longest);
+        }
+        // The bytes after the line ends belong to it, though they were not read.
+        for rest in [&b"x"[..], b"\n\n\nx", &[b'x'; 9000]] {
+            let error = read(&[&longest[..], rest].concat()).unwrap_err();
+            assert!(error.contains("this one has more than 4096"), "{error}");
+        }
+        assert!(read(b"fifteen bytes..\n").unwrap_err().contains("this one has 15"));
     }
 }

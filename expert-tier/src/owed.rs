@@ -1,0 +1,66 @@
+//! A completion that a backend owes: every request ends in exactly one.
+//!
+//! A backend keeps what it owes beside the request's slot, or without it where the slot is not to
+//! be had. Whatever becomes of the backend, dropping it unpaid pays it as closed.
+
+use std::time::{Duration, Instant};
+
+use crate::error::{Bound, FetchError, FetchFailure};
+use crate::key::ExpertKey;
+use crate::tier::{Completion, CompletionQueue, Fetched, Ticket, TierKind};
+
+/// One request, apart from its slot.
+pub(crate) struct Owed {
+    pub(crate) ticket: Ticket,
+    pub(crate) key: ExpertKey,
+    backend: TierKind,
+    queue: CompletionQueue,
+    submitted: Instant,
+    paid: bool,
+}
+
+impl Owed {
+    pub(crate) fn new(
+        backend: TierKind,
+        (ticket, key): (Ticket, ExpertKey),
+        queue: &CompletionQueue,
+        submitted: Instant,
+    ) -> Self {
+        Self { ticket, key, backend, queue: queue.clone(), submitted, paid: false }
+    }
+
+    /// How long the request has waited.
+    pub(crate) fn age(&self) -> Duration {
+        self.submitted.elapsed()
+    }
+
+    /// Whether the request has had its completion.
+    pub(crate) fn is_paid(&self) -> bool {
+        self.paid
+    }
+
+    /// Completes the request; the first outcome is the one that counts.
+    pub(crate) fn pay(&mut self, outcome: Result<Fetched, FetchFailure>) {
+        if !std::mem::replace(&mut self.paid, true) {
+            self.queue.push(Completion { ticket: self.ticket, key: self.key, outcome });
+        }
+    }
+
+    /// The error of a request whose deadline has passed.
+    pub(crate) fn late(&self) -> FetchError {
+        let (key, backend, waited) = (self.key, self.backend, self.age());
+        FetchError::Deadline { key, backend, waited, bound: Bound::Due }
+    }
+
+    /// The error of a request that the backend had when it was closed.
+    pub(crate) fn closed(&self) -> FetchError {
+        FetchError::Closed { key: self.key, backend: self.backend }
+    }
+}
+
+impl Drop for Owed {
+    fn drop(&mut self) {
+        let error = Box::new(self.closed());
+        self.pay(Err(FetchFailure { error, slot: None }));
+    }
+}

@@ -1,0 +1,196 @@
+//! The backend over pipes, whose reads end when the test says so.
+
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::OwnedFd;
+
+use super::*;
+use crate::testing::{Meters, TestStore, small_arena};
+
+const BOUND: Duration = Duration::from_secs(30);
+const DEADLINE: Duration = Duration::from_millis(200);
+const FIRST: ExpertKey = ExpertKey { layer: 0, expert: 0 };
+const SECOND: ExpertKey = ExpertKey { layer: 0, expert: 1 };
+
+/// A backend with one read in flight at once, that reads `store`'s only layer from a pipe.
+struct Piped {
+    store: TestStore,
+    tier: Option<RingTier>,
+    pipe: File,
+}
+
+impl Piped {
+    fn new(deadline: Duration) -> Self {
+        let store = TestStore::new(1, 2, &[5_000], 1);
+        let (reads, writes) = io::pipe().unwrap();
+        let (reads, pipe) = (File::from(OwnedFd::from(reads)), OwnedFd::from(writes).into());
+        let options =
+            RingOptions { depth: 1, piece_bytes: 65536, usual_bytes: 65536, drop_wait: deadline };
+        let (ring, driver) = Ring::open(&[reads], options).expect("io_uring");
+        let tier = RingTier::start(store.open(), ring, driver, deadline).unwrap();
+        Self { store, tier: Some(tier), pipe }
+    }
+
+    fn tier(&self) -> &RingTier {
+        self.tier.as_ref().expect("not closed yet")
+    }
+
+    fn submit(&self, arena: &ExpertArena, keys: &[ExpertKey], queue: &CompletionQueue) {
+        let request = |&key| FetchRequest::new(key, arena.try_acquire(1).expect("a free slot"));
+        self.tier().submit(&mut keys.iter().map(request).collect(), queue);
+    }
+
+    /// Waits until the kernel has a read.
+    fn wait_for_read(&self) {
+        let until = Instant::now() + BOUND;
+        while self.tier().shared.ring.in_flight() == 0 {
+            assert!(Instant::now() < until, "no read was started");
+            std::thread::yield_now();
+        }
+    }
+
+    /// Lets the read in flight have the record of `key`.
+    fn feed(&mut self, key: ExpertKey) {
+        let store = self.store.open();
+        let stride = store.manifest().layout().locate(key).unwrap().stride();
+        let mut record = vec![0; usize::try_from(stride).unwrap()];
+        store.read_at(key, 0, &mut record).unwrap();
+        self.pipe.write_all(&record).unwrap();
+    }
+}
+
+fn next(tier: &RingTier, queue: &CompletionQueue) -> Completion {
+    tier.poll(queue, BOUND).expect("a completion in time")
+}
+
+#[test]
+fn a_late_request_ends_and_its_slot_comes_back_when_its_read_does() {
+    let mut piped = Piped::new(DEADLINE);
+    let arena = small_arena(2);
+    let queue = CompletionQueue::new();
+    piped.submit(&arena, &[FIRST, SECOND], &queue);
+    let mut ends = [(); 2].map(|()| next(piped.tier(), &queue));
+    ends.sort_by_key(|end| end.key);
+    let [in_flight, queued] = ends.map(|end| end.outcome.expect_err("late"));
+    assert!(matches!(*in_flight.error, FetchError::Deadline { .. }), "{in_flight}");
+    assert!(in_flight.slot.is_none(), "the kernel may still write to it");
+    assert!(matches!(*queued.error, FetchError::Deadline { .. }), "{queued}");
+    assert!(queued.slot.is_some(), "no read of it was started");
+    drop(queued);
+    assert!(!piped.tier().healthy());
+    assert_eq!(arena.free_slots(), 1);
+
+    piped.feed(FIRST);
+    drop([(); 2].map(|()| arena.acquire(1, BOUND).expect("a slot")));
+    assert!(queue.pop(Duration::ZERO).is_none(), "one completion per request");
+}
+
+#[test]
+fn a_record_in_time_heals_the_backend() {
+    let mut piped = Piped::new(DEADLINE);
+    let arena = small_arena(1);
+    let queue = CompletionQueue::new();
+    piped.submit(&arena, &[FIRST], &queue);
+    assert!(next(piped.tier(), &queue).outcome.is_err());
+    piped.feed(FIRST);
+    drop(arena.acquire(1, BOUND).expect("the slot"));
+    piped.submit(&arena, &[SECOND], &queue);
+    piped.feed(SECOND);
+    let fetched = next(piped.tier(), &queue).outcome.expect("in time");
+    assert!(fetched.residency.payload() == piped.store.payload(SECOND));
+    assert!(piped.tier().healthy());
+}
+
+#[test]
+fn closing_is_bounded_though_a_read_hangs_and_its_slot_is_not_used_again() {
+    let mut piped = Piped::new(DEADLINE);
+    let arena = small_arena(2);
+    let queue = CompletionQueue::new();
+    piped.submit(&arena, &[FIRST, SECOND], &queue);
+    piped.wait_for_read();
+    let start = Instant::now();
+    piped.tier = None;
+    assert!(start.elapsed() < BOUND / 2);
+    let mut ends = [(); 2].map(|()| queue.pop(Duration::ZERO).expect("a completion"));
+    ends.sort_by_key(|end| end.key);
+    let [in_flight, queued] = ends.map(|end| end.outcome.expect_err("not read"));
+    assert!(in_flight.slot.is_none());
+    assert!(matches!(*queued.error, FetchError::Closed { .. }), "{queued}");
+    assert!(queued.slot.is_some());
+    drop(queued);
+    piped.feed(FIRST);
+    assert_eq!(arena.free_slots(), 1, "the kernel wrote to it, nobody knows when");
+}
+
+#[test]
+fn a_read_that_ends_while_the_backend_closes_gives_its_slot_back() {
+    let mut piped = Piped::new(BOUND);
+    let arena = small_arena(1);
+    let queue = CompletionQueue::new();
+    piped.submit(&arena, &[FIRST], &queue);
+    piped.wait_for_read();
+    let tier = piped.tier.take();
+    std::thread::scope(|scope| {
+        let closing = scope.spawn(|| drop(tier));
+        piped.feed(FIRST);
+        closing.join().unwrap();
+    });
+    match queue.pop(Duration::ZERO).expect("a completion").outcome {
+        // Which of the two was first is not for the test to say.
+        Ok(fetched) => assert!(fetched.residency.payload() == piped.store.payload(FIRST)),
+        Err(failure) => assert!(failure.slot.is_some(), "{failure}"),
+    }
+    assert_eq!(arena.free_slots(), 1);
+}
+
+#[test]
+fn requests_end_though_the_reader_panics() {
+    let store = TestStore::new(1, 8, &[5_000], 1);
+    store.flip_bit(FIRST, 4096);
+    let meters = Meters::new();
+    meters.on("metrale_mismatch_total", || panic!("asked to panic"));
+    let open = || UmaTier::open(&store.path(), &UmaOptions::default());
+    let tier = metrics::with_local_recorder(&meters, open).unwrap();
+    assert_eq!(tier.path(), UmaPath::Plain);
+    let arena = small_arena(9);
+    let queue = CompletionQueue::new();
+    let request = |expert| {
+        FetchRequest::new(ExpertKey::new(0, expert), arena.try_acquire(1).expect("a free slot"))
+    };
+    tier.submit(&mut (0..8).map(request).collect(), &queue);
+    for _ in 0..8 {
+        // What was read before the damaged record is there; nothing after.
+        let end = tier.poll(&queue, BOUND).expect("a completion");
+        let closed = |failure: &FetchFailure| matches!(*failure.error, FetchError::Closed { .. });
+        assert!(end.outcome.as_ref().err().is_none_or(closed), "{:?}", end.outcome);
+    }
+    assert!(!tier.healthy());
+    tier.submit(&mut vec![request(1)], &queue);
+    let end = tier.poll(&queue, BOUND).expect("a completion");
+    assert!(matches!(*end.outcome.unwrap_err().error, FetchError::Closed { .. }));
+}
+
+#[test]
+fn slots_of_the_named_arena_are_read_into_as_registered_memory() {
+    let store = TestStore::new(1, 2, &[300_000], 1);
+    let tier = UmaTier::open(&store.path(), &UmaOptions::default()).unwrap();
+    let meters = Meters::new();
+    let (arena, other) = (small_arena(1), small_arena(1));
+    metrics::with_local_recorder(&meters, || {
+        tier.use_arena(&arena);
+        tier.use_arena(&arena);
+        assert_eq!(tier.path(), UmaPath::Registered);
+        tier.use_arena(&other);
+    });
+    let fetch = |arena: &ExpertArena| {
+        let fetched = tier.fetch(FIRST, arena.try_acquire(1).unwrap()).expect("a sound store");
+        assert!(fetched.residency.payload() == store.payload(FIRST));
+    };
+    fetch(&arena);
+    let ReadCounts { fixed, plain } = tier.reads();
+    assert!(fixed > 0 && plain == 0);
+    fetch(&other);
+    assert!(tier.reads().fixed == fixed && tier.reads().plain > 0);
+    let second = "metrale_fallbacks_total{backend=uma,reason=second_arena}";
+    assert_eq!(meters.count(second), 1, "the second arena, and no other");
+}
