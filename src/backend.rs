@@ -75,6 +75,17 @@ pub(crate) struct BackendArgs {
     /// Memory node of the arena [default: the kernel's choice] [env: METRALE_EXPERT_NUMA_NODE]
     #[arg(long = "expert-numa-node", visible_alias = "numa-node", value_name = "NODE")]
     numa_node: Option<u32>,
+    /// Direct reads in flight at once, 1 to 4096 [default: 64] [env: METRALE_EXPERT_UMA_DEPTH]
+    #[arg(long = "expert-uma-depth", visible_alias = "uma-depth", value_name = "N")]
+    uma_depth: Option<u32>,
+    /// Bytes of one direct read, 4096 to 16777216 in steps of 4096 [default: 524288]
+    /// [env: METRALE_EXPERT_UMA_PIECE_BYTES]
+    #[arg(
+        long = "expert-uma-piece-bytes",
+        visible_alias = "uma-piece-bytes",
+        value_name = "BYTES"
+    )]
+    uma_piece_bytes: Option<u32>,
 }
 
 /// The flag of the shared secret, and its variable.
@@ -112,7 +123,7 @@ impl BackendArgs {
                 (self.open_store(kind, |store| PosixTier::open(store, options))?, None)
             }
             TierKind::Uma => {
-                let options = UmaOptions { deadline: self.deadline()?, ..UmaOptions::default() };
+                let options = self.uma()?;
                 (self.open_store(kind, |store| UmaTier::open(store, &options))?, None)
             }
             TierKind::Rdma => {
@@ -163,6 +174,21 @@ impl BackendArgs {
     fn deadline(&self) -> anyhow::Result<Duration> {
         let ms = number(self.deadline_ms, &env::EXPERT_DEADLINE_MS, 1..=600_000, 2000)?;
         Ok(Duration::from_millis(ms))
+    }
+
+    fn uma(&self) -> anyhow::Result<UmaOptions> {
+        const STEP_BYTES: u32 = 4096;
+        let variable = &env::EXPERT_UMA_PIECE_BYTES;
+        let piece_bytes = number(self.uma_piece_bytes, variable, STEP_BYTES..=16 << 20, 512 << 10)?;
+        if piece_bytes % STEP_BYTES != 0 {
+            return Err(out_of_range(variable, piece_bytes));
+        }
+        Ok(UmaOptions {
+            depth: number(self.uma_depth, &env::EXPERT_UMA_DEPTH, 1..=4096, 64)?,
+            piece_bytes,
+            deadline: self.deadline()?,
+            ..UmaOptions::default()
+        })
     }
 
     fn tcp(&self) -> anyhow::Result<TcpOptions> {
@@ -275,9 +301,12 @@ where
     if range.contains(&value) {
         return Ok(value);
     }
-    let (flag, unit) = (variable.flag(), variable.unit);
-    let name = variable.name;
-    Err(UsageError(format!("--{flag} ({name}) is {value}; it takes {unit}")).into())
+    Err(out_of_range(variable, value))
+}
+
+fn out_of_range(variable: &Variable, value: impl Display) -> anyhow::Error {
+    let (flag, name, unit) = (variable.flag(), variable.name, variable.unit);
+    UsageError(format!("--{flag} ({name}) is {value}; it takes {unit}")).into()
 }
 
 fn missing(backend: &str, what: &str, variable: &Variable) -> UsageError {

@@ -561,3 +561,26 @@ fn a_pipe_whose_reader_left_within_the_record_has_not_been_written() {
     assert!(error.contains(fifo.to_str().unwrap()), "{error}");
     reader.join().expect("no panic").unwrap();
 }
+
+#[test]
+fn direct_reads_take_their_depth_and_size_from_settings() {
+    let store = small_store(93);
+    let fetch = || {
+        let mut command = metrale();
+        command.args(["fetch", "--all", "--expert-backend", "uma", "--store"]).arg(store.path());
+        command
+    };
+    for (name, value) in [
+        ("METRALE_EXPERT_UMA_DEPTH", "0"),
+        ("METRALE_EXPERT_UMA_DEPTH", "4097"),
+        ("METRALE_EXPERT_UMA_PIECE_BYTES", "4095"),
+        ("METRALE_EXPERT_UMA_PIECE_BYTES", "5000"),
+        ("METRALE_EXPERT_UMA_PIECE_BYTES", "16781312"),
+    ] {
+        let error = fails(fetch().env(name, value), 2);
+        assert!(error.contains(name) && error.contains(value), "{error}");
+    }
+    let flags = ["--expert-uma-depth", "2", "--expert-uma-piece-bytes", "4096"];
+    let report = json(fetch().args(flags).env("METRALE_EXPERT_UMA_DEPTH", "many"), 0);
+    assert_eq!((&report["records"], &report["errors"]), (&16.into(), &0.into()));
+}

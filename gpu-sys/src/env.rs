@@ -69,6 +69,10 @@ variables! {
         "Whether the arena uses 2 MiB pages: fewer TLB misses and shorter registration.";
     EXPERT_NUMA_NODE: "the kernel's choice", "node number",
         "The memory node of the arena: the one nearest to the GPU or NIC.";
+    EXPERT_UMA_DEPTH: "64", "reads, 1-4096",
+        "Direct reads in flight at once: more keep a fast disk busy, and delay each other.";
+    EXPERT_UMA_PIECE_BYTES: "524288", "bytes, 4096-16777216 in steps of 4096",
+        "Bytes of one direct read: smaller ones are checked sooner, larger ones cost less each.";
 }
 
 /// A variable whose value cannot be used.

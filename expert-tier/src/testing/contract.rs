@@ -23,6 +23,9 @@ pub trait Harness: Send + Sync {
     /// The store behind it, on this machine's disk.
     fn store(&self) -> &TestStore;
 
+    /// An arena that the next requests' slots come from has been made.
+    fn arena_made(&self, _arena: &ExpertArena) {}
+
     /// Closes the backend as a runtime that ends would, and keeps everything else.
     fn close(&mut self);
 }
@@ -92,6 +95,12 @@ macro_rules! contract_suite {
     };
 }
 
+fn arena(harness: &impl Harness, slots: u32) -> ExpertArena {
+    let arena = small_arena(slots);
+    harness.arena_made(&arena);
+    arena
+}
+
 fn keys(harness: &impl Harness) -> Vec<ExpertKey> {
     harness.tier().manifest().layout().keys().collect()
 }
@@ -118,7 +127,7 @@ fn assert_right(harness: &impl Harness, fetched: &Fetched) {
 
 /// Clause: a residency holds the record asked for, aligned for a GPU, at stable addresses.
 pub fn every_record_arrives_whole_and_right(harness: &mut impl Harness) {
-    let arena = small_arena(4);
+    let arena = arena(harness, 4);
     for key in keys(harness) {
         let fetched = fetch(harness, &arena, key);
         assert_eq!(fetched.residency.key(), key);
@@ -134,7 +143,7 @@ pub fn every_record_arrives_whole_and_right(harness: &mut impl Harness) {
 
 /// Clause: one completion per request, and nothing after them.
 pub fn a_batch_completes_once_per_request(harness: &mut impl Harness) {
-    let arena = small_arena(24);
+    let arena = arena(harness, 24);
     let queue = CompletionQueue::new();
     for _ in 0..3 {
         let mut batch: Vec<_> =
@@ -154,7 +163,7 @@ pub fn a_batch_completes_once_per_request(harness: &mut impl Harness) {
 
 /// Clause: requests are independent, even for one key.
 pub fn one_key_twice_in_a_batch_is_two_residencies(harness: &mut impl Harness) {
-    let arena = small_arena(2);
+    let arena = arena(harness, 2);
     let queue = CompletionQueue::new();
     let key = ExpertKey::new(1, 3);
     let mut batch = vec![request(harness, &arena, key), request(harness, &arena, key)];
@@ -167,7 +176,7 @@ pub fn one_key_twice_in_a_batch_is_two_residencies(harness: &mut impl Harness) {
 
 /// Clause: a wrong key is an error of that request alone.
 pub fn an_unknown_key_is_named_and_costs_no_slot(harness: &mut impl Harness) {
-    let arena = small_arena(1);
+    let arena = arena(harness, 1);
     for key in [ExpertKey::new(0, 8), ExpertKey::new(3, 0), ExpertKey::new(u32::MAX, u32::MAX)] {
         let (_, key, slot) = request(harness, &arena, key).into_parts();
         let failure = harness.tier().fetch(key, slot).expect_err("a key that is not there");
@@ -185,6 +194,7 @@ pub fn a_slot_that_is_too_small_comes_back(harness: &mut impl Harness) {
     use crate::arena::{ArenaOptions, SlabPlan};
     let slabs = vec![SlabPlan { slot_bytes: 8192, slots: 1 }];
     let arena = ExpertArena::new(&ArenaOptions::with_slabs(slabs)).expect("two pages");
+    harness.arena_made(&arena);
     let slot = arena.try_acquire(1).expect("a free slot");
     let failure = harness.tier().fetch(ExpertKey::new(1, 0), slot).expect_err("too small");
     assert!(matches!(*failure.error, FetchError::SlotTooSmall { .. }), "{failure}");
@@ -194,7 +204,7 @@ pub fn a_slot_that_is_too_small_comes_back(harness: &mut impl Harness) {
 
 /// Clause: bytes that are not the record's, in header or payload, end as an error that says so.
 pub fn a_damaged_record_is_never_handed_out(harness: &mut impl Harness) {
-    let arena = small_arena(1);
+    let arena = arena(harness, 1);
     let layout = harness.tier().manifest().layout().clone();
     for (expert, at) in [(0, "header"), (1, "first"), (2, "middle"), (3, "last")] {
         let key = ExpertKey::new(1, expert);
@@ -220,7 +230,7 @@ pub fn a_damaged_record_is_never_handed_out(harness: &mut impl Harness) {
 
 /// Clause: cancelling neither loses a completion nor a slot.
 pub fn a_cancelled_fetch_completes_once_and_gives_its_slot_back(harness: &mut impl Harness) {
-    let arena = small_arena(24);
+    let arena = arena(harness, 24);
     let queue = CompletionQueue::new();
     let mut batch: Vec<_> =
         keys(harness).into_iter().map(|key| request(harness, &arena, key)).collect();
@@ -249,7 +259,7 @@ pub fn a_cancelled_fetch_completes_once_and_gives_its_slot_back(harness: &mut im
 
 /// Clause: one backend serves many threads, each on a queue of its own.
 pub fn callers_on_many_threads_get_their_own_records(harness: &mut impl Harness) {
-    let arena = small_arena(16);
+    let arena = arena(harness, 16);
     let keys = keys(harness);
     let harness = &*harness;
     std::thread::scope(|scope| {
@@ -270,7 +280,7 @@ pub fn callers_on_many_threads_get_their_own_records(harness: &mut impl Harness)
 
 /// Clause: what was handed out stays, whatever becomes of the backend.
 pub fn a_lease_outlives_its_backend(harness: &mut impl Harness) {
-    let arena = small_arena(1);
+    let arena = arena(harness, 1);
     let fetched = fetch(harness, &arena, ExpertKey::new(1, 5));
     harness.close();
     assert_right(harness, &fetched);
@@ -280,7 +290,7 @@ pub fn a_lease_outlives_its_backend(harness: &mut impl Harness) {
 
 /// Clause: no request is forgotten when the backend goes.
 pub fn closing_ends_every_request(harness: &mut impl Harness) {
-    let arena = small_arena(24);
+    let arena = arena(harness, 24);
     let queue = CompletionQueue::new();
     let mut batch: Vec<_> =
         keys(harness).into_iter().map(|key| request(harness, &arena, key)).collect();
