@@ -25,9 +25,10 @@ fn metric_names(dir: &Path, names: &mut Vec<String>) {
             continue;
         }
         let source = fs::read_to_string(&path).expect("sources are UTF-8");
-        for call in ["counter!(\"", "gauge!(\"", "histogram!(\""] {
+        for call in ["counter!(", "gauge!(", "histogram!("] {
             let calls = source.split(call).skip(1);
-            names.extend(calls.filter_map(|rest| rest.split('"').next()).map(String::from));
+            let names_here = calls.filter_map(|rest| rest.trim_start().strip_prefix('"'));
+            names.extend(names_here.filter_map(|rest| rest.split('"').next()).map(String::from));
         }
     }
 }

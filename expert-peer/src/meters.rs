@@ -26,7 +26,8 @@ const TABLE: [(&str, Kind, Unit, &str); 7] = [
         "metrale_peer_fallbacks_total",
         Kind::Counter,
         Unit::Count,
-        "ways of sending given up for a slower one",
+        "ways of sending that were given up for a slower one: `sendfile`, where the file system has \
+         none",
     ),
     (
         "metrale_peer_refusals_total",

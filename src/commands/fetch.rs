@@ -20,6 +20,10 @@ use crate::whole_file::write_whole;
 /// Longest wait for a completion or a slot before the program looks at the clock again.
 const WAIT: Duration = Duration::from_millis(500);
 
+const TRACE_HELP: &str = "Fetch what a routing trace asks for, line by line: \
+    {\"step\":0,\"layer\":3,\"experts\":[5,1]}, JSON of the forward pass, the layer, and the experts \
+    it was routed to";
+
 #[derive(clap::Args, Debug)]
 pub(crate) struct Args {
     #[command(flatten)]
@@ -46,9 +50,8 @@ struct What {
     /// Fetch every expert of every layer
     #[arg(long, conflicts_with = "trace")]
     all: bool,
-    /// Fetch what a routing trace asks for, line by line: {"step":0,"layer":3,"experts":[5,1]},
-    /// JSON of the forward pass, the layer, and the experts it was routed to
-    #[arg(long, value_name = "FILE")]
+    // Not a comment of the kind above: it would be taken for a link.
+    #[arg(long, value_name = "FILE", help = TRACE_HELP)]
     trace: Option<PathBuf>,
 }
 
