@@ -41,9 +41,11 @@ mod unverified {
 
     use expert_tier::error::FetchError;
     use expert_tier::key::ExpertKey;
+    use expert_tier::posix::{PosixOptions, PosixTier};
     use expert_tier::testing::contract::Harness;
     use expert_tier::testing::small_arena;
     use expert_tier::tier::{CompletionQueue, FetchRequest, Landed};
+    use expert_tier::uma::{UmaOptions, UmaTier};
 
     use super::*;
 
@@ -51,7 +53,20 @@ mod unverified {
 
     #[test]
     fn a_record_that_is_not_checked_is_no_residency() {
-        let harness = make(1, |tier| tier);
+        check(&make(1, |tier| tier));
+    }
+
+    #[test]
+    fn a_local_record_that_is_not_checked_is_no_residency() {
+        let store = TestStore::mixed(2);
+        let tier = PosixTier::open(&store.path(), PosixOptions::default()).expect("a store");
+        check(&Backed::new(store, tier));
+        let store = TestStore::mixed(3);
+        let tier = UmaTier::open(&store.path(), &UmaOptions::default()).expect("a store");
+        check(&Backed::new(store, tier));
+    }
+
+    fn check(harness: &impl Harness) {
         let (tier, arena) = (harness.tier(), small_arena(1));
         let queue = CompletionQueue::new();
         let key = ExpertKey::new(1, 3);
@@ -72,6 +87,10 @@ mod unverified {
         // Whoever takes records alone gets none.
         submit();
         let failure = tier.poll(&queue, BOUND).expect("a completion").outcome.unwrap_err();
+        assert!(matches!(*failure.error, FetchError::Unchecked { .. }), "{failure}");
+        drop(failure);
+        let slot = arena.acquire(1, BOUND).expect("a free slot").without_check();
+        let failure = tier.fetch(key, slot).unwrap_err();
         assert!(matches!(*failure.error, FetchError::Unchecked { .. }), "{failure}");
         assert!(failure.slot.is_some());
     }

@@ -17,9 +17,8 @@ use metrics::{Counter, Histogram, counter, histogram};
 
 use crate::arena::{Filling, Judged, Rejected, Slot};
 use crate::error::{FetchError, FetchFailure};
-use crate::key::ExpertKey;
 use crate::store::manifest::Manifest;
-use crate::tier::{CompletionQueue, Fetched, Outcome, Source, Ticket, TierKind};
+use crate::tier::{Fetched, Outcome, Source, TierKind};
 
 /// One backend's counters. Handles are made once, so counting allocates nothing on success.
 pub(crate) struct Accounts {
@@ -60,17 +59,19 @@ impl Accounts {
         slot: Slot<Filling>,
         manifest: &Arc<Manifest>,
         origin: impl FnOnce() -> String,
-    ) -> Result<Fetched, FetchFailure> {
+    ) -> Outcome {
         match slot.judge(manifest) {
-            Judged::Record(residency) => Ok(Fetched { residency, source: self.source }),
+            Judged::Record(residency) => {
+                Outcome::Fetched(Fetched { residency, source: self.source })
+            }
             Judged::Rejected(Rejected { slot, key, mismatch }) => {
                 self.count_mismatch();
                 let (backend, origin) = (self.kind, origin());
                 let error = FetchError::Mismatch { key, backend, origin, mismatch };
-                Err(FetchFailure::new(error, slot))
+                Outcome::Failed(FetchFailure::new(error, slot))
             }
             #[cfg(feature = "unverified")]
-            Judged::Unchecked(unchecked) => Err(unchecked.into()),
+            Judged::Unchecked(unchecked) => Outcome::Unchecked(unchecked),
         }
     }
 
@@ -79,34 +80,22 @@ impl Accounts {
         self.mismatches.increment(1);
     }
 
-    /// Counts a request's end and hands it to whoever waits for it.
-    pub(crate) fn complete(
-        &self,
-        queue: &CompletionQueue,
-        (ticket, key): (Ticket, ExpertKey),
-        took: Duration,
-        outcome: Outcome,
-    ) {
-        match &outcome {
+    /// Counts a request's end.
+    pub(crate) fn count(&self, outcome: &Outcome, took: Duration) {
+        match outcome {
             Outcome::Fetched(fetched) => {
-                self.fetched(fetched.residency.payload().len() as u64, took);
+                self.fetched.increment(1);
+                self.bytes.increment(fetched.residency.payload().len() as u64);
+                self.seconds.record(took);
             }
-            Outcome::Failed(failure) => self.failed(&failure.error),
+            Outcome::Failed(FetchFailure { error, .. }) => {
+                let (backend, outcome) = (self.kind.name(), error.name());
+                counter!("metrale_fetch_total", "backend" => backend, "outcome" => outcome)
+                    .increment(1);
+            }
             #[cfg(feature = "unverified")]
             Outcome::Unchecked(_) => self.unchecked.increment(1),
         }
-        queue.push_outcome(ticket, key, outcome);
-    }
-
-    pub(crate) fn fetched(&self, bytes: u64, took: Duration) {
-        self.fetched.increment(1);
-        self.bytes.increment(bytes);
-        self.seconds.record(took);
-    }
-
-    pub(crate) fn failed(&self, error: &FetchError) {
-        counter!("metrale_fetch_total", "backend" => self.kind.name(), "outcome" => error.name())
-            .increment(1);
     }
 
     /// A way to fetch is given up for a slower one; beside the log line that says more.

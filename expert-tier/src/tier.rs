@@ -301,6 +301,27 @@ pub(crate) fn after(wait: Duration) -> Instant {
     Instant::now() + wait.min(FAR)
 }
 
+/// Pops for at most `wait`, and calls `look` each `tick` of it: for backends whose bounds the
+/// caller's own wait must watch, where every thread of theirs may hang.
+pub(crate) fn pop_and_look<T>(
+    wait: Duration,
+    tick: Duration,
+    pop: impl Fn(Duration) -> Option<T>,
+    look: impl Fn(),
+) -> Option<T> {
+    let until = after(wait);
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        if let Some(popped) = pop(left.min(tick)) {
+            return Some(popped);
+        }
+        look();
+        if left.is_zero() {
+            return pop(Duration::ZERO);
+        }
+    }
+}
+
 thread_local! {
     /// Queue and batch of this thread's blocking fetches, so that none allocates them.
     static BLOCKING: RefCell<Option<(CompletionQueue, Vec<FetchRequest>)>> =

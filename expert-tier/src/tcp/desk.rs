@@ -315,8 +315,8 @@ impl Desk {
     /// Hands its end to a request's caller, unless that was told before.
     pub(super) fn complete(&self, call: &Call, outcome: Outcome) {
         if !call.told {
-            let (name, took) = ((call.ticket, call.key()), call.submitted.elapsed());
-            self.accounts.complete(&call.queue, name, took, outcome);
+            self.accounts.count(&outcome, call.submitted.elapsed());
+            call.queue.push_outcome(call.ticket, call.key(), outcome);
         }
     }
 

@@ -150,23 +150,6 @@ impl TcpTier {
     }
 }
 
-impl TcpTier {
-    /// Streams may all be busy connecting; the caller's own wait then watches the bounds.
-    fn poll_by<T>(&self, wait: Duration, pop: impl Fn(Duration) -> Option<T>) -> Option<T> {
-        let until = tier::after(wait);
-        loop {
-            let left = until.saturating_duration_since(Instant::now());
-            if let Some(popped) = pop(left.min(TICK)) {
-                return Some(popped);
-            }
-            self.desk.expire();
-            if left.is_zero() {
-                return pop(Duration::ZERO);
-            }
-        }
-    }
-}
-
 impl Drop for TcpTier {
     fn drop(&mut self) {
         self.desk.close();
@@ -218,8 +201,9 @@ impl ExpertTier for TcpTier {
                     continue;
                 }
             };
-            let (accounts, outcome) = (&self.desk.accounts, Outcome::Failed(refused));
-            accounts.complete(queue, (ticket, key), submitted.elapsed(), outcome);
+            let outcome = Outcome::Failed(refused);
+            self.desk.accounts.count(&outcome, submitted.elapsed());
+            queue.push_outcome(ticket, key, outcome);
         }
         self.desk.dispatch();
     }
@@ -229,11 +213,12 @@ impl ExpertTier for TcpTier {
     }
 
     fn poll(&self, queue: &CompletionQueue, wait: Duration) -> Option<Completion> {
-        self.poll_by(wait, |wait| queue.pop(wait))
+        // Streams may all be busy connecting.
+        tier::pop_and_look(wait, TICK, |wait| queue.pop(wait), || self.desk.expire())
     }
 
     #[cfg(feature = "unverified")]
     fn poll_landed(&self, queue: &CompletionQueue, wait: Duration) -> Option<tier::Landed> {
-        self.poll_by(wait, |wait| queue.pop_landed(wait))
+        tier::pop_and_look(wait, TICK, |wait| queue.pop_landed(wait), || self.desk.expire())
     }
 }
