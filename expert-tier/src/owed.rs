@@ -60,7 +60,9 @@ impl Owed {
 
 impl Drop for Owed {
     fn drop(&mut self) {
-        let error = Box::new(self.closed());
-        self.pay(Outcome::Failed(FetchFailure { error, slot: None }));
+        if !self.paid {
+            let error = Box::new(self.closed());
+            self.pay(Outcome::Failed(FetchFailure { error, slot: None }));
+        }
     }
 }

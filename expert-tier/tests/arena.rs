@@ -14,7 +14,9 @@ use expert_tier::dtype::Dtype;
 use expert_tier::key::ExpertKey;
 use expert_tier::layout::{ExpertLayout, ExpertRecordSpec, LayerLayout, TensorSpec};
 use expert_tier::store::manifest::Manifest;
-use expert_tier::testing::sound_record;
+use expert_tier::testing::{TestStore, sound_record};
+use expert_tier::tier::ExpertTier;
+use expert_tier::uma::{UmaOptions, UmaPath, UmaTier};
 use gpu_sys::pinned::PinError;
 use support::with_lock_limit;
 
@@ -82,6 +84,69 @@ fn records_stay_whole_while_the_process_forks() {
     });
     assert!(fetched.into_inner() >= 2, "no fetch finished in 30 s");
     assert_eq!(arena.free_slots(), 2);
+}
+
+/// What keeps this right is twofold. The arena is not in the child at all, which is looked at in
+/// each child between fork and exec: without `MADV_DONTFORK` no child would start. And should it be
+/// there, kernels since 5.9 copy pages that are pinned for I/O instead of sharing them, so on those
+/// the records alone would not tell.
+#[test]
+fn direct_reads_into_a_registered_arena_stay_right_while_the_process_forks() {
+    const FORKS: usize = 40;
+    let store = TestStore::new(1, 8, &[700_001], 3);
+    let tier = UmaTier::open(&store.path(), &UmaOptions::default()).unwrap();
+    let record_bytes = tier.manifest().layout().layers()[0].record_bytes();
+    let arena = ExpertArena::new(&options(record_bytes, 4)).unwrap();
+    tier.use_arena(&arena);
+    assert_eq!(tier.path(), UmaPath::Registered, "this test wants io_uring and O_DIRECT");
+    let fetch = |expert| {
+        let slot = arena.acquire(record_bytes, Duration::from_secs(10)).unwrap();
+        let key = ExpertKey::new(0, expert % 8);
+        let fetched = tier.fetch(key, slot).expect("a sound store");
+        assert!(fetched.residency.payload() == store.payload(key), "{key} is wrong");
+        fetched.residency.payload().as_ptr().addr()
+    };
+    let slot_address = fetch(0);
+    let (done, fetched) = (AtomicBool::new(false), AtomicUsize::new(0));
+    std::thread::scope(|scope| {
+        let reader = scope.spawn(|| {
+            while !done.load(Ordering::Acquire) {
+                fetch(fetched.fetch_add(1, Ordering::AcqRel) as u32);
+            }
+        });
+        let deadline = Instant::now() + Duration::from_secs(30);
+        let mut forks = 0;
+        let enough = |forks| forks >= FORKS && fetched.load(Ordering::Acquire) >= FORKS;
+        let outcome = loop {
+            let forked = fork_without(slot_address);
+            forks += 1;
+            if forked.is_err() || enough(forks) || reader.is_finished() {
+                break forked;
+            }
+            if Instant::now() > deadline {
+                break Err(std::io::ErrorKind::TimedOut.into());
+            }
+        };
+        done.store(true, Ordering::Release);
+        outcome.expect("every child starts, and has no arena");
+    });
+    assert_eq!(tier.reads().plain, 0);
+}
+
+/// Forks a child that becomes `true` if no memory of its is at `address`.
+fn fork_without(address: usize) -> std::io::Result<()> {
+    let page = address - address % rustix::param::page_size();
+    let absent = move || {
+        // SAFETY: msync of a page looks at the mapping and starts no more than its write-back; an
+        // address without one is an answer (ENOMEM) and not a fault.
+        let there = unsafe { libc::msync(page as *mut libc::c_void, 1, libc::MS_ASYNC) } == 0;
+        if there { Err(std::io::Error::from_raw_os_error(libc::EEXIST)) } else { Ok(()) }
+    };
+    let mut command = Command::new("true");
+    // SAFETY: between fork and exec it makes one system call and neither locks nor allocates.
+    unsafe { command.pre_exec(absent) };
+    let status = command.stdin(Stdio::null()).status()?;
+    if status.success() { Ok(()) } else { Err(std::io::Error::other(status.to_string())) }
 }
 
 /// Runs `program` by fork and exec; naming the user keeps the standard library from taking the

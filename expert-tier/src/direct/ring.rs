@@ -174,7 +174,8 @@ impl<M: Target, U> Ring<M, U> {
             fixed_reads: AtomicU64::new(0),
             plain_reads: AtomicU64::new(0),
         });
-        let driver = Driver { core: Arc::clone(&core), listening: false, reaped: VecDeque::new() };
+        let reaped = VecDeque::with_capacity(depth as usize);
+        let driver = Driver { core: Arc::clone(&core), listening: false, reaped };
         Ok((Self(core), driver))
     }
 

@@ -98,6 +98,11 @@ impl<M, U> Table<M, U> {
         self.free.pop().unwrap_or_else(|| {
             let spare_pieces = Vec::with_capacity(self.usual_pieces);
             self.entries.push(Entry { job: None, spare_pieces });
+            // All the room that it can ever need elsewhere comes with an entry.
+            let entries = self.entries.len();
+            self.free.reserve(entries - self.free.len());
+            self.waiting.reserve(entries - self.waiting.len());
+            self.ended.reserve(entries - self.ended.len());
             // Jobs are bounded by the slots of an arena, far below 2^32.
             self.entries.len() as u32 - 1
         })
@@ -155,6 +160,7 @@ impl<M, U> Table<M, U> {
 
     /// Moves the jobs that have ended to `finished`, and their entries to the free ones.
     pub(super) fn hand_out(&mut self, finished: &mut Vec<Finished<M, U>>) {
+        finished.reserve(self.entries.len());
         for index in self.ended.drain(..) {
             let entry = &mut self.entries[index as usize];
             // An index is in `ended` once, with its job and the job's memory in place.
