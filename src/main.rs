@@ -7,10 +7,10 @@
 mod backend;
 mod commands;
 mod output;
+mod signals;
 mod values;
 mod whole_file;
 
-use std::io;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
@@ -59,17 +59,10 @@ fn main() -> ExitCode {
     match outcome {
         Ok(status) => status,
         // Whoever read our output had enough of it.
-        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) if output::is_unread(&error) => ExitCode::SUCCESS,
         Err(error) => {
             expert_peer::cli::complain(format_args!("metrale: {}", one_line(&error)));
             exit_code(&error)
         }
     }
-}
-
-fn is_broken_pipe(error: &anyhow::Error) -> bool {
-    error
-        .chain()
-        .filter_map(|cause| cause.downcast_ref::<io::Error>())
-        .any(|cause| cause.kind() == io::ErrorKind::BrokenPipe)
 }

@@ -1,6 +1,7 @@
 //! What goes to stdout and to the terminal.
 
-use std::io::{self, Write};
+use std::fmt;
+use std::io::{self, StdoutLock, Write};
 
 use anyhow::Context;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -8,18 +9,72 @@ use serde::Serialize;
 
 /// Writes one JSON object and a line end to stdout.
 pub(crate) fn json(value: &impl Serialize) -> anyhow::Result<()> {
-    let mut line = serde_json::to_string(value).context("cannot write the result as JSON")?;
-    line.push('\n');
-    text(&line)
+    let line = serde_json::to_string(value).context("cannot write the result as JSON")?;
+    text(&(terminal_safe(&line) + "\n"))
+}
+
+/// JSON with the control characters escaped that it may have as they are, from U+007F on.
+fn terminal_safe(json: &str) -> String {
+    let mut safe = String::with_capacity(json.len() + 1);
+    for c in json.chars() {
+        if c.is_control() {
+            safe.push_str(&format!("\\u{:04x}", u32::from(c)));
+        } else {
+            safe.push(c);
+        }
+    }
+    safe
 }
 
 /// Writes text to stdout.
 pub(crate) fn text(text: &str) -> anyhow::Result<()> {
-    let mut stdout = io::stdout().lock();
+    let mut stdout = stdout();
     stdout
         .write_all(text.as_bytes())
         .and_then(|()| stdout.flush())
         .context("cannot write to stdout")
+}
+
+/// The program's stdout. Its errors say that they are its own, and so not those of any other
+/// pipe: see [`is_unread`].
+pub(crate) fn stdout() -> impl Write {
+    Stdout(io::stdout().lock())
+}
+
+/// Whether `error` is that whoever read our stdout had enough of it.
+pub(crate) fn is_unread(error: &anyhow::Error) -> bool {
+    error.chain().filter_map(|cause| cause.downcast_ref::<io::Error>()).any(|cause| {
+        let ours = cause.get_ref().is_some_and(|inner| inner.is::<StdoutError>());
+        ours && cause.kind() == io::ErrorKind::BrokenPipe
+    })
+}
+
+struct Stdout(StdoutLock<'static>);
+
+/// Marks an error as one of stdout.
+#[derive(Debug)]
+struct StdoutError(io::Error);
+
+impl fmt::Display for StdoutError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl std::error::Error for StdoutError {}
+
+fn mark(error: io::Error) -> io::Error {
+    io::Error::new(error.kind(), StdoutError(error))
+}
+
+impl Write for Stdout {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.write(bytes).map_err(mark)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.flush().map_err(mark)
+    }
 }
 
 /// A bar on stderr that counts bytes; nothing where stderr is not a terminal.

@@ -5,7 +5,7 @@ mod support;
 use std::fs;
 use std::io::Write;
 use std::num::NonZeroUsize;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 
 use expert_tier::pack::{self, PackOptions, Source};
@@ -202,6 +202,22 @@ fn a_config_that_disagrees_with_the_tensors_is_named_with_both_numbers() {
     ] {
         Case::single(config, |_| {}).is_refused(&[key, "has 4 experts", "model.layers."]);
     }
+    for (config, why) in [
+        (r#"{"num_experts": "4"}"#, r#"config.json: num_experts is "4", expected"#),
+        (r#"{"text_config": {"n_routed_experts": -1}}"#, "text_config.n_routed_experts is -1"),
+        (r#"{"num_local_experts": [4, 4, null, 4]}"#, "neither per layer"),
+    ] {
+        let case = Case::single(config, |checkpoint| {
+            for layer in [5, 7] {
+                let name = format!("model.layers.{layer}.mlp.experts.w");
+                checkpoint.add(name, Dtype::BF16, &[4, 2]);
+            }
+            checkpoint.0.retain(|name, _| !name.starts_with("model.layers.1."));
+        });
+        case.is_refused(&[why]);
+    }
+    Case::single(&format!("{{\"a\": \"{}\"}}", "x".repeat(4 << 20)), |_| {})
+        .is_refused(&["config.json: longer than 4194304 bytes"]);
     let fused = |config: &str, dim| {
         Case::single(config, move |c| {
             c.0.retain(|name, _| !name.contains("experts"));
@@ -267,6 +283,93 @@ fn an_index_that_says_other_than_the_shards_is_refused() {
     for (text, named) in [("{", "EOF"), ("{}", "no weight_map"), ("[]", "invalid type")] {
         fs::write(&index, text).unwrap();
         case.is_refused(&["model.safetensors.index.json", named]);
+    }
+}
+
+#[test]
+fn an_index_that_is_there_and_cannot_be_read_is_not_taken_for_absent() {
+    let case = Case::single(CONFIG, |_| {});
+    let index = case.path.join("model.safetensors.index.json");
+    symlink("nowhere", &index).unwrap();
+    case.is_refused(&["model.safetensors.index.json", "symbolic link to nothing"]);
+    fs::remove_file(&index).unwrap();
+    support::mkfifo(&index);
+    case.is_refused(&["model.safetensors.index.json", "FIFO"]);
+    fs::remove_file(&index).unwrap();
+    fs::create_dir(&index).unwrap();
+    case.is_refused(&["model.safetensors.index.json", "a directory"]);
+    fs::remove_dir(&index).unwrap();
+    for name in ["model.safetensors", "config.json"] {
+        fs::remove_file(case.path.join(name)).unwrap();
+        support::mkfifo(&case.path.join(name));
+        case.is_refused(&[name, "not a regular file but a FIFO"]);
+    }
+}
+
+#[test]
+fn one_shard_of_several_without_an_index_is_no_checkpoint() {
+    let case = Case::single(CONFIG, |_| {});
+    let rename = |from: &str, to: &str| {
+        fs::rename(case.path.join(from), case.path.join(to)).unwrap();
+    };
+    rename("model.safetensors", "model-00001-of-00003.safetensors");
+    case.is_refused(&["model-00001-of-00003.safetensors is a part", "no model.safetensors.index"]);
+    rename("model-00001-of-00003.safetensors", "model-00001-of-00001.safetensors");
+    support::pack(&case.path, &case.path.with_file_name("store"));
+}
+
+#[test]
+fn a_file_beside_the_shards_is_refused_only_if_it_has_experts_of_the_packed_tree() {
+    let stray = |case: &Case, name: &str, tensor: &str| {
+        let mut checkpoint = Checkpoint::default();
+        checkpoint.add(tensor, Dtype::BF16, &[4, 8]);
+        write_shard(&case.path.join(name), checkpoint.0.iter());
+    };
+    let sharded = Case::sharded();
+    let single = Case::single(CONFIG, |_| {});
+    for (case, why) in [(&sharded, "does not name"), (&single, "model.safetensors alone")] {
+        stray(case, "more.safetensors", "model.layers.3.mlp.experts.0.w1");
+        case.is_refused(&["more.safetensors holds model.layers.3.mlp.experts.0.w1", why]);
+        fs::remove_file(case.path.join("more.safetensors")).unwrap();
+        stray(case, "consolidated.safetensors", "layers.0.feed_forward.experts.0.w1.weight");
+        stray(case, "adapter.safetensors", "base.model.blocks.0.experts.x.lora_A");
+        stray(case, "vision.safetensors", "model.layers.0.mlp.up_proj.weight");
+        fs::create_dir(case.path.join("old.safetensors")).unwrap();
+        support::pack(&case.path, &case.path.with_file_name("store"));
+    }
+    // What cannot be read cannot be told to be harmless.
+    fs::write(single.path.join("torn.safetensors"), "torn").unwrap();
+    single.is_refused(&["torn.safetensors"]);
+    // The index of a model all of whose experts it leaves out.
+    let case = Case::sharded();
+    let mut index = read_index(&case.path);
+    let first = index.values().next().unwrap().as_str().unwrap().to_string();
+    let dense = ["model.embed_tokens.weight"].iter();
+    let checkpoint = Checkpoint::small(4);
+    write_shard(
+        &case.path.join("dense.safetensors"),
+        dense.map(|name| checkpoint.0.get_key_value(*name).unwrap()),
+    );
+    index.retain(|name, _| name == "model.embed_tokens.weight");
+    index.values_mut().for_each(|shard| *shard = "dense.safetensors".into());
+    write_index(&case.path, &index);
+    case.is_refused(&["experts", &first, "does not name"]);
+}
+
+/// A directory that its owner may not enter or not list.
+#[test]
+fn a_lack_of_permission_is_said_as_such() {
+    let case = Case::sharded();
+    for (mode, named) in [(0o000, "ermission denied"), (0o444, "ermission denied")] {
+        fs::set_permissions(&case.path, fs::Permissions::from_mode(mode)).unwrap();
+        let output = support::unprivileged()
+            .args(["pack", "--dry-run", "--checkpoint", case.path.to_str().unwrap()])
+            .output()
+            .unwrap();
+        fs::set_permissions(&case.path, fs::Permissions::from_mode(0o755)).unwrap();
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert!(error.contains(named) && error.contains("config.json"), "{error}");
+        assert!(!error.contains("has no"), "{error}");
     }
 }
 

@@ -3,12 +3,13 @@
 mod support;
 
 use std::fs;
-use std::os::unix::fs::FileExt;
-use std::os::unix::process::ExitStatusExt;
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use rustix::process::{Pid, Signal};
 use support::{fail, metrale, mkfifo, run, succeed};
 
 const SPEC: &str = "layers=2,experts=3,bytes=20000,seed=3";
@@ -169,6 +170,8 @@ fn wrong_usage_exits_with_2() {
         vec!["pack", "--checkpoint", "a", "--synthetic", SPEC, "--out", "/tmp/x"],
         vec!["pack", "--synthetic", "layers=0,experts=1,bytes=1", "--out", "/tmp/x"],
         vec!["pack", "--synthetic", SPEC],
+        vec!["pack", "--synthetic", SPEC, "--out", "/tmp/x", "--workers", "0"],
+        vec!["pack", "--synthetic", SPEC, "--out", "/tmp/x", "--workers", "257"],
         vec!["pack", "--synthetic", SPEC, "--out", "/tmp/x", "--chunk-bytes", "5000"],
         vec!["inspect"],
         vec!["frobnicate"],
@@ -177,23 +180,153 @@ fn wrong_usage_exits_with_2() {
     }
 }
 
-#[test]
-fn a_killed_pack_leaves_no_store_and_the_next_one_cleans_up() {
-    let dir = tempfile::tempdir().unwrap();
-    let out = dir.path().join("store");
-    let big = "layers=1,experts=3000,bytes=1048576";
+/// A pack that is far from done and certainly under way.
+fn long_pack(dir: &Path) -> std::process::Child {
     let mut child = metrale()
-        .args(["pack", "--synthetic", big, "--out", out.to_str().unwrap()])
+        .args(["pack", "--synthetic", "layers=1,experts=3000,bytes=1048576", "--out"])
+        .arg(dir.join("store"))
         .stdout(Stdio::null())
+        .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    // Killed as soon as its file has grown: far from done, and certainly under way.
     let deadline = Instant::now() + Duration::from_secs(60);
-    while !has_records(dir.path()) {
+    while !has_records(dir) {
         assert!(Instant::now() < deadline, "the pack did not start");
         assert_eq!(child.try_wait().unwrap(), None, "the pack ended by itself");
         std::thread::yield_now();
     }
+    child
+}
+
+#[test]
+fn a_pack_that_is_told_to_end_cleans_up_and_fails() {
+    for signal in [Signal::TERM, Signal::INT] {
+        let dir = tempfile::tempdir().unwrap();
+        let child = long_pack(dir.path());
+        rustix::process::kill_process(Pid::from_child(&child), signal).unwrap();
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{output:?}");
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert!(error.contains("interrupted: nothing was written to"), "{error}");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+}
+
+#[test]
+fn a_file_that_outgrows_its_limit_is_an_error_and_leaves_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let script = "ulimit -f 8; exec \"$0\" \"$@\"";
+    let mut shell = Command::new("sh");
+    shell.args(["-c", script, env!("CARGO_BIN_EXE_metrale"), "pack", "--synthetic", SPEC, "--out"]);
+    let output = shell.arg(dir.path().join("store")).output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(error.contains("layer-0000") && error.contains("File too large"), "{error}");
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+}
+
+/// A command as another user, if this one is root, after `script`.
+fn as_nobody(dir: &Path, script: &str) -> Command {
+    // A copy, since the build directory may be out of that user's reach; by another process, since
+    // a program cannot be started while a child of this one has inherited it open for writing.
+    let program = dir.join("metrale");
+    let copied = Command::new("cp").arg(env!("CARGO_BIN_EXE_metrale")).arg(&program).status();
+    assert!(copied.unwrap().success());
+    for path in [dir, &program] {
+        fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
+    }
+    let mut command = Command::new("sh");
+    command.args(["-c", &format!("{script}; exec \"$0\" \"$@\"")]).arg(program);
+    if rustix::process::geteuid().is_root() {
+        command.uid(54321).gid(54321);
+    }
+    command
+}
+
+/// A directory that the user of [`as_nobody`] may write to.
+fn open_to_all(dir: &Path) -> PathBuf {
+    let open = dir.join("open");
+    fs::create_dir(&open).unwrap();
+    fs::set_permissions(&open, fs::Permissions::from_mode(0o777)).unwrap();
+    open
+}
+
+#[test]
+fn packing_and_verifying_go_on_where_no_thread_can_be_started() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open_to_all(dir.path()).join("store");
+    // Of a user with processes already, none may be added; of a new one, only the first runs.
+    let run = |args: &[&str]| {
+        let output = as_nobody(dir.path(), "prlimit --pid $$ --nproc=1")
+            .args(args)
+            .arg(&store)
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let log = run(&["pack", "--synthetic", SPEC, "--workers", "200", "--out"]);
+    assert!(log.contains("cannot start a thread"), "{log}");
+    run(&["verify"]);
+    succeed(&["verify", store.to_str().unwrap()]);
+}
+
+#[test]
+fn a_parent_that_cannot_be_written_to_is_named_by_a_dry_run_too() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("closed/deep/store");
+    fs::create_dir(dir.path().join("closed")).unwrap();
+    fs::set_permissions(dir.path().join("closed"), fs::Permissions::from_mode(0o555)).unwrap();
+    for dry_run in [&["--dry-run"][..], &[]] {
+        let mut command = as_nobody(dir.path(), "true");
+        command.args(["pack", "--synthetic", SPEC, "--out"]).arg(&out).args(dry_run);
+        let output = command.output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{output:?}");
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert!(error.contains("/closed first, which refuses: Permission denied"), "{error}");
+    }
+}
+
+#[test]
+fn a_staging_directory_that_cannot_be_locked_is_not_left_behind() {
+    let dir = tempfile::tempdir().unwrap();
+    let open = open_to_all(dir.path());
+    // With this mask not even its maker can open the directory that is to be locked.
+    let mut command = as_nobody(dir.path(), "umask 777");
+    let command = command.args(["pack", "--synthetic", SPEC, "--out"]).arg(open.join("store"));
+    let output = command.output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(error.contains("cannot lock"), "{error}");
+    assert_eq!(fs::read_dir(open).unwrap().count(), 0);
+}
+
+#[test]
+#[ignore = "needs root to mount a tmpfs"]
+fn an_empty_mount_point_is_refused_before_any_work() {
+    let dir = tempfile::tempdir().unwrap();
+    let disk = Tmpfs::mount(dir.path().join("disk"), 8 << 20);
+    let bound = dir.path().join("bound");
+    fs::create_dir_all(dir.path().join("elsewhere")).unwrap();
+    fs::create_dir(&bound).unwrap();
+    let mut bind = Command::new("mount");
+    bind.arg("--bind").arg(dir.path().join("elsewhere")).arg(&bound);
+    assert!(bind.status().unwrap().success());
+    let bound = Tmpfs(bound);
+    for mounted in [&disk.0, &bound.0] {
+        let args = ["pack", "--dry-run", "--synthetic", SPEC, "--out", mounted.to_str().unwrap()];
+        let error = fail(&args);
+        let advice = mounted.join("store").display().to_string();
+        assert!(error.contains("mount point") && error.contains(&advice), "{error}");
+    }
+    succeed(&["pack", "--synthetic", SPEC, "--out", disk.0.join("store").to_str().unwrap()]);
+}
+
+#[test]
+fn a_killed_pack_leaves_no_store_and_the_next_one_cleans_up() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("store");
+    let mut child = long_pack(dir.path());
     child.kill().unwrap();
     assert_eq!(child.wait().unwrap().signal(), Some(9));
     assert!(!out.exists());

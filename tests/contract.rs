@@ -5,35 +5,13 @@ mod peer_support;
 use std::path::PathBuf;
 
 use expert_tier::tcp::{TcpOptions, TcpTier};
-use expert_tier::testing::contract::Harness;
+use expert_tier::testing::contract::Backed;
 use expert_tier::testing::{FaultyTier, TestStore};
-use expert_tier::tier::ExpertTier;
 use expert_tier::wire::Secret;
 
 use peer_support::process::Peer;
 
-struct Remote<T> {
-    // Closed before the peer is killed, as a runtime would.
-    tier: Option<T>,
-    _peer: Peer,
-    store: TestStore,
-}
-
-impl<T: ExpertTier> Harness for Remote<T> {
-    fn tier(&self) -> &dyn ExpertTier {
-        self.tier.as_ref().expect("the backend has not been closed")
-    }
-
-    fn store(&self) -> &TestStore {
-        &self.store
-    }
-
-    fn close(&mut self) {
-        self.tier = None;
-    }
-}
-
-fn make<T>(streams: u32, wrap: impl FnOnce(TcpTier) -> T) -> Remote<T> {
+fn make<T>(streams: u32, wrap: impl FnOnce(TcpTier) -> T) -> Backed<T, Peer> {
     let store = TestStore::mixed(1);
     let secret: PathBuf = store.scratch().join("secret");
     std::fs::write(&secret, "the secret of the contract's tests\n").expect("a file of ours");
@@ -42,7 +20,7 @@ fn make<T>(streams: u32, wrap: impl FnOnce(TcpTier) -> T) -> Remote<T> {
     // Defaults but for the streams: the contract must hold as users run it.
     let options = TcpOptions { streams, secret, ..TcpOptions::new(peer.address()) };
     let tier = TcpTier::connect(options).expect("a peer that listens");
-    Remote { tier: Some(wrap(tier)), _peer: peer, store }
+    Backed::keeping(peer, store, wrap(tier))
 }
 
 mod tcp_over_one_stream {
@@ -55,4 +33,65 @@ mod tcp_over_four_streams {
 
 mod faulty_without_faults_over_tcp {
     expert_tier::contract_suite!(|| super::make(2, super::FaultyTier::new));
+}
+
+#[cfg(feature = "unverified")]
+mod unverified {
+    use std::time::Duration;
+
+    use expert_tier::error::FetchError;
+    use expert_tier::key::ExpertKey;
+    use expert_tier::posix::{PosixOptions, PosixTier};
+    use expert_tier::testing::contract::Harness;
+    use expert_tier::testing::small_arena;
+    use expert_tier::tier::{CompletionQueue, FetchRequest, Landed};
+    use expert_tier::uma::{UmaOptions, UmaTier};
+
+    use super::*;
+
+    const BOUND: Duration = Duration::from_secs(20);
+
+    #[test]
+    fn a_record_that_is_not_checked_is_no_residency() {
+        check(&make(1, |tier| tier));
+    }
+
+    #[test]
+    fn a_local_record_that_is_not_checked_is_no_residency() {
+        let store = TestStore::mixed(2);
+        let tier = PosixTier::open(&store.path(), PosixOptions::default()).expect("a store");
+        check(&Backed::new(store, tier));
+        let store = TestStore::mixed(3);
+        let tier = UmaTier::open(&store.path(), &UmaOptions::default()).expect("a store");
+        check(&Backed::new(store, tier));
+    }
+
+    fn check(harness: &impl Harness) {
+        let (tier, arena) = (harness.tier(), small_arena(1));
+        let queue = CompletionQueue::new();
+        let key = ExpertKey::new(1, 3);
+        let submit = || {
+            let slot = arena.acquire(1, BOUND).expect("a free slot").without_check();
+            tier.submit(&mut vec![FetchRequest::new(key, slot)], &queue);
+        };
+        // Damage that nobody is asked to find.
+        harness.store().flip_bit(key, 300_000);
+        submit();
+        match tier.poll_landed(&queue, BOUND) {
+            Some(Landed::Unchecked(record)) => {
+                assert_eq!((record.key(), record.payload_bytes()), (key, 700_001));
+            }
+            other => panic!("{other:?}"),
+        }
+        assert_eq!(arena.free_slots(), 1);
+        // Whoever takes records alone gets none.
+        submit();
+        let failure = tier.poll(&queue, BOUND).expect("a completion").outcome.unwrap_err();
+        assert!(matches!(*failure.error, FetchError::Unchecked { .. }), "{failure}");
+        drop(failure);
+        let slot = arena.acquire(1, BOUND).expect("a free slot").without_check();
+        let failure = tier.fetch(key, slot).unwrap_err();
+        assert!(matches!(*failure.error, FetchError::Unchecked { .. }), "{failure}");
+        assert!(failure.slot.is_some());
+    }
 }

@@ -1,5 +1,8 @@
 //! What the documents say that the code can check.
 
+use std::fs;
+use std::path::Path;
+
 use gpu_sys::env::TABLE;
 
 #[test]
@@ -11,4 +14,58 @@ fn the_readme_lists_every_variable_with_its_default_and_unit() {
         let row = format!("| `{name}` | {default} | {unit} | {help} |");
         assert!(readme.contains(&row), "README.md lacks this row:\n{row}");
     }
+}
+
+/// The names given to `counter!`, `gauge!` and `histogram!` in the sources under `dir`.
+fn metric_names(dir: &Path, names: &mut Vec<String>) {
+    for entry in fs::read_dir(dir).expect("a directory of the repository") {
+        let path = entry.expect("a directory of the repository").path();
+        if path.is_dir() {
+            metric_names(&path, names);
+            continue;
+        }
+        let source = fs::read_to_string(&path).expect("sources are UTF-8");
+        for call in ["counter!(", "gauge!(", "histogram!("] {
+            let calls = source.split(call).skip(1);
+            let names_here = calls.filter_map(|rest| rest.trim_start().strip_prefix('"'));
+            names.extend(names_here.filter_map(|rest| rest.split('"').next()).map(String::from));
+        }
+    }
+}
+
+#[test]
+fn every_metric_is_documented() {
+    let document = include_str!("../docs/metrics.md");
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut names = Vec::new();
+    for directory in ["expert-peer/src", "expert-tier/src"] {
+        metric_names(&root.join(directory), &mut names);
+    }
+    assert!(names.len() >= 13, "{names:?}");
+    for name in names {
+        assert!(document.contains(&format!("| `{name}` |")), "docs/metrics.md lacks {name}");
+    }
+}
+
+#[test]
+fn the_store_format_lists_the_bits_of_every_element_type() {
+    use expert_tier::dtype::Dtype;
+    let document = include_str!("../docs/store-format.md");
+    let (_, list) = document.split_once("| bits | `dtype` |").expect("a table of types");
+    let rows: Vec<Vec<&str>> = list
+        .lines()
+        .skip(2)
+        .take_while(|line| line.starts_with('|'))
+        .map(|line| line.trim_matches('|').split('|').map(str::trim).collect())
+        .collect();
+    let mut listed = 0;
+    for row in rows {
+        let [bits, names] = row[..] else { panic!("{row:?}") };
+        for name in names.split_whitespace() {
+            let dtype: Dtype = name.trim_matches('`').parse().expect("a type of the format");
+            assert_eq!(dtype.bits().to_string(), bits, "{name}");
+            listed += 1;
+        }
+    }
+    assert_eq!(listed, 22);
 }

@@ -542,6 +542,27 @@ fn a_low_limit_of_locked_memory_makes_the_arena_smaller_and_says_so() {
 }
 
 #[test]
+fn a_pipe_whose_reader_left_within_the_record_has_not_been_written() {
+    use std::io::Read;
+
+    use rustix::fs::{CWD, FileType, Mode, mknodat};
+
+    let store = small_store(31);
+    let fifo = store.scratch().join("fifo");
+    mknodat(CWD, &fifo, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+    let reader = std::thread::spawn({
+        let fifo = fifo.clone();
+        // A pipe holds 64 KiB, the record has several times as much.
+        move || std::fs::File::open(fifo).and_then(|mut pipe| pipe.read_exact(&mut [0; 100]))
+    });
+    let mut command = fetch_local(&store.path());
+    command.args(["--layer", "1", "--expert", "3", "--out"]).arg(&fifo);
+    let error = fails(&mut command, 1);
+    assert!(error.contains(fifo.to_str().unwrap()), "{error}");
+    reader.join().expect("no panic").unwrap();
+}
+
+#[test]
 fn direct_reads_take_their_depth_and_size_from_settings() {
     let store = small_store(93);
     let fetch = || {

@@ -206,6 +206,40 @@ fn one_fingerprint_however_the_tensors_are_sharded_and_how_many_threads_pack() {
 }
 
 #[test]
+fn control_characters_of_names_are_shown_escaped_and_packed_as_they_are() {
+    let dir = tempfile::tempdir().unwrap();
+    let (input, store) = (dir.path().join("input"), dir.path().join("store"));
+    let name = "model.\u{9b}\u{1b}[2J.layers.0.\n\r.experts.0.w\u{7f}";
+    let mut checkpoint = Checkpoint::default();
+    checkpoint.add(name, Dtype::U8, &[7]);
+    checkpoint.write_single(&input, r#"{"model_type": "\u001b]0;evil\u0007"}"#);
+    let (input, store) = (input.to_str().unwrap(), store.to_str().unwrap());
+    let extract = ["extract", store, "--layer", "0", "--expert", "0"];
+    for args in [
+        &["pack", "--checkpoint", input, "--dry-run"][..],
+        &["pack", "--checkpoint", input, "--out", store],
+        &["inspect", store],
+        &["inspect", store, "--json"],
+        &extract,
+    ] {
+        let text = String::from_utf8(succeed(args)).unwrap();
+        assert!(!text.contains(|c: char| c.is_control() && c != '\n'), "{args:?}: {text:?}");
+    }
+    let report: serde_json::Value =
+        serde_json::from_slice(&succeed(&["inspect", store, "--json"])).unwrap();
+    assert_eq!(report["layers"][0]["tensors"][0]["name"], "\n\r.experts.*.w\u{7f}");
+    let listed = String::from_utf8(succeed(&extract)).unwrap();
+    assert_eq!(listed.lines().count(), 1, "{listed}");
+    let shown = listed.split(' ').next().unwrap();
+    for wanted in [name, shown] {
+        let bytes = succeed(&[&extract[..], &["--tensor", wanted]].concat());
+        assert_eq!(bytes, checkpoint.0[name].bytes);
+    }
+    let error = support::fail(&[&extract[..], &["--tensor", "other"]].concat());
+    assert!(error.contains("\\u{1b}[2J") && !error.contains('\u{1b}'), "{error}");
+}
+
+#[test]
 fn extract_writes_what_the_checkpoint_has_under_the_checkpoints_names() {
     let dir = tempfile::tempdir().unwrap();
     let checkpoint = varied();

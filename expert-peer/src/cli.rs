@@ -13,8 +13,8 @@ use gpu_sys::env;
 use signal_hook::consts::{SIGINT, SIGTERM};
 
 pub use crate::program::{
-    HostPort, LOG_HELP, UsageError, complain, exit_code, one_line, read_secret, start_logging,
-    store_error,
+    HostPort, LOG_HELP, UsageError, complain, exit_code, one_line, printable, read_secret,
+    start_logging, store_error,
 };
 use crate::server::{Exposure, PeerError, PeerOptions, Server, Shutdown};
 use crate::{meters, metrics_http};

@@ -312,9 +312,6 @@ impl Connection {
                 },
             }
         }
-        if done < record_bytes {
-            self.shared.sendfile.count_fallback();
-        }
         while done < record_bytes {
             let left = usize::try_from(record_bytes - done).unwrap_or(BUFFER_BYTES);
             let piece = left.min(BUFFER_BYTES);

@@ -13,7 +13,7 @@ enum Kind {
     Histogram,
 }
 
-const TABLE: [(&str, Kind, Unit, &str); 6] = [
+const TABLE: [(&str, Kind, Unit, &str); 7] = [
     ("metrale_peer_requests_total", Kind::Counter, Unit::Count, "requests answered, by status"),
     ("metrale_peer_bytes_total", Kind::Counter, Unit::Bytes, "bytes of records sent"),
     (
@@ -21,6 +21,13 @@ const TABLE: [(&str, Kind, Unit, &str); 6] = [
         Kind::Histogram,
         Unit::Seconds,
         "from a request's header to the last byte of its record handed to the system",
+    ),
+    (
+        "metrale_peer_fallbacks_total",
+        Kind::Counter,
+        Unit::Count,
+        "ways of sending that were given up for a slower one: `sendfile`, where the file system has \
+         none",
     ),
     (
         "metrale_peer_refusals_total",

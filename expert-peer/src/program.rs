@@ -1,5 +1,6 @@
 //! What `metrale` and `expert-peer` have in common as programs: values, errors, exit codes, logs.
 
+use std::borrow::Cow;
 use std::ffi::OsStr;
 use std::fmt::{self, Display};
 use std::io::{self, IsTerminal};
@@ -131,10 +132,31 @@ fn parse_filter(wish: &OsStr) -> Result<String, String> {
     }
 }
 
-/// Writes a line to stderr, as `eprintln` would, but without a panic where it cannot be written.
+/// Writes a line to stderr, as `eprintln` would, but without a panic where it cannot be written,
+/// and as [`printable`] text: errors quote what files and peers say.
 pub fn complain(line: impl Display) {
     use io::Write;
-    let _unwritten = writeln!(io::stderr(), "{line}");
+    let _unwritten = writeln!(io::stderr(), "{}", printable(&line.to_string()));
+}
+
+/// The text with control characters escaped, as Rust escapes them, and those that turn the
+/// direction of what follows: a name in a file must not drive the terminal that shows it.
+#[must_use]
+pub fn printable(text: &str) -> Cow<'_, str> {
+    let turns = |c: char| matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    let unfit = |c: char| c.is_control() || turns(c);
+    if !text.contains(unfit) {
+        return text.into();
+    }
+    let mut shown = String::with_capacity(text.len());
+    for c in text.chars() {
+        match (c.is_control(), turns(c)) {
+            (true, _) => shown.extend(c.escape_debug()),
+            (false, true) => shown.extend(c.escape_unicode()),
+            (false, false) => shown.push(c),
+        }
+    }
+    shown.into()
 }
 
 /// The error and its causes in one line, leaving out a cause that the text before it has already.
@@ -154,6 +176,18 @@ pub fn one_line(error: &anyhow::Error) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn no_control_character_reaches_a_terminal_and_all_else_does() {
+        for (text, shown) in [
+            ("\u{1b}[2J\r\n\0", "\\u{1b}[2J\\r\\n\\0"),
+            ("\u{9b}31m\u{7f}", "\\u{9b}31m\\u{7f}"),
+            ("a\u{202e}b", "a\\u{202e}b"),
+            ("模型.\"é\" 😀\\", "模型.\"é\" 😀\\"),
+        ] {
+            assert_eq!(printable(text), shown);
+        }
+    }
 
     #[test]
     fn a_log_filter_is_made_of_levels_and_of_targets_with_levels() {

@@ -141,6 +141,11 @@ impl Place {
     /// Counts the connection as one of client `client`.
     pub(crate) fn attach(&self, client: [u8; 16]) -> Result<(), Full> {
         let mut state = self.registry.lock();
+        // Attaching again changes nothing, whatever the limits are by now.
+        let stage = state.connections.get(&self.id).map(|entry| entry.stage);
+        if stage == Some(Stage::Attached(client)) {
+            return Ok(());
+        }
         let known = state.clients.get(&client).copied();
         match known {
             None if state.clients.len() >= self.registry.max_clients => {
@@ -221,6 +226,7 @@ mod tests {
         assert_eq!(c.attach([2; 16]), Err(Full::Clients(1)));
         drop(b);
         assert_eq!(c.attach([2; 16]), Ok(()));
+        assert_eq!(c.attach([2; 16]), Ok(()), "once more, with every place taken");
         assert_eq!(registry.counts(), (1, 1));
         drop(c);
         assert_eq!(registry.counts(), (0, 0));

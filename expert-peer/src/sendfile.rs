@@ -42,16 +42,12 @@ impl Sendfile {
         self.refused.load(Ordering::Relaxed)
     }
 
-    /// Sends every record through a buffer from here on; said once.
+    /// Sends every record through a buffer from here on; said and counted once.
     pub(crate) fn refuse(&self, error: &StoreError) {
         if !self.refused.swap(true, Ordering::Relaxed) {
+            self.fallbacks.increment(1);
             tracing::warn!(%error, "no sendfile from this store: records are copied on their way");
         }
-    }
-
-    /// Counts a record that goes through a buffer.
-    pub(crate) fn count_fallback(&self) {
-        self.fallbacks.increment(1);
     }
 }
 

@@ -15,12 +15,10 @@ use std::time::Duration;
 
 use metrics::{Counter, Histogram, counter, histogram};
 
-use crate::arena::{Filling, Rejected, Slot};
+use crate::arena::{Filling, Judged, Rejected, Slot};
 use crate::error::{FetchError, FetchFailure};
-#[cfg(feature = "unverified")]
-use crate::record::Mismatch;
 use crate::store::manifest::Manifest;
-use crate::tier::{Fetched, Source, TierKind};
+use crate::tier::{Fetched, Outcome, Source, TierKind};
 
 /// One backend's counters. Handles are made once, so counting allocates nothing on success.
 pub(crate) struct Accounts {
@@ -32,6 +30,8 @@ pub(crate) struct Accounts {
     mismatches: Counter,
     reconnects: Counter,
     link_failures: Counter,
+    #[cfg(feature = "unverified")]
+    unchecked: Counter,
 }
 
 impl Accounts {
@@ -47,43 +47,55 @@ impl Accounts {
             mismatches: counter!("metrale_mismatch_total", "backend" => backend),
             reconnects: counter!("metrale_reconnects_total", "backend" => backend),
             link_failures: counter!("metrale_link_failures_total", "backend" => backend),
+            #[cfg(feature = "unverified")]
+            unchecked: counter!("metrale_fetch_total", "backend" => backend,
+                "outcome" => "unchecked"),
         }
     }
 
-    /// Turns a slot whose last byte has arrived into a residency, or says why it is none.
+    /// How a local backend's request ends whose record's last byte is in `slot`.
     pub(crate) fn judge(
         &self,
         slot: Slot<Filling>,
         manifest: &Arc<Manifest>,
         origin: impl FnOnce() -> String,
-    ) -> Result<Fetched, FetchFailure> {
-        let rejected = match slot.finish() {
-            Ok(ready) => {
-                let residency = ready.into_residency(manifest);
-                return Ok(Fetched { residency, source: self.source });
+    ) -> Outcome {
+        match slot.judge(manifest) {
+            Judged::Record(residency) => {
+                Outcome::Fetched(Fetched { residency, source: self.source })
             }
-            Err(rejected) => rejected,
-        };
-        let Rejected { slot, key, mismatch } = rejected;
-        #[cfg(feature = "unverified")]
-        if mismatch == Mismatch::NotChecked {
-            return Err(FetchFailure::new(FetchError::Unchecked { key }, slot));
+            Judged::Rejected(Rejected { slot, key, mismatch }) => {
+                self.count_mismatch();
+                let (backend, origin) = (self.kind, origin());
+                let error = FetchError::Mismatch { key, backend, origin, mismatch };
+                Outcome::Failed(FetchFailure::new(error, slot))
+            }
+            #[cfg(feature = "unverified")]
+            Judged::Unchecked(unchecked) => Outcome::Unchecked(unchecked),
         }
+    }
+
+    /// Counts a record that was not the one asked for.
+    pub(crate) fn count_mismatch(&self) {
         self.mismatches.increment(1);
-        let (backend, origin) = (self.kind, origin());
-        let error = FetchError::Mismatch { key, backend, origin, mismatch };
-        Err(FetchFailure::new(error, slot))
     }
 
-    pub(crate) fn fetched(&self, bytes: u64, took: Duration) {
-        self.fetched.increment(1);
-        self.bytes.increment(bytes);
-        self.seconds.record(took);
-    }
-
-    pub(crate) fn failed(&self, error: &FetchError) {
-        counter!("metrale_fetch_total", "backend" => self.kind.name(), "outcome" => error.name())
-            .increment(1);
+    /// Counts a request's end.
+    pub(crate) fn count(&self, outcome: &Outcome, took: Duration) {
+        match outcome {
+            Outcome::Fetched(fetched) => {
+                self.fetched.increment(1);
+                self.bytes.increment(fetched.residency.payload().len() as u64);
+                self.seconds.record(took);
+            }
+            Outcome::Failed(FetchFailure { error, .. }) => {
+                let (backend, outcome) = (self.kind.name(), error.name());
+                counter!("metrale_fetch_total", "backend" => backend, "outcome" => outcome)
+                    .increment(1);
+            }
+            #[cfg(feature = "unverified")]
+            Outcome::Unchecked(_) => self.unchecked.increment(1),
+        }
     }
 
     /// A way to fetch is given up for a slower one; beside the log line that says more.

@@ -187,6 +187,14 @@ impl FetchFailure {
     }
 }
 
+/// For whoever asked for a record and takes nothing else.
+#[cfg(feature = "unverified")]
+impl From<crate::arena::Unchecked> for FetchFailure {
+    fn from(unchecked: crate::arena::Unchecked) -> Self {
+        Self::new(FetchError::Unchecked { key: unchecked.key() }, unchecked.into_slot())
+    }
+}
+
 impl fmt::Debug for FetchFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("FetchFailure")

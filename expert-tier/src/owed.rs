@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Bound, FetchError, FetchFailure};
 use crate::key::ExpertKey;
-use crate::tier::{Completion, CompletionQueue, Fetched, Ticket, TierKind};
+use crate::tier::{CompletionQueue, Outcome, Ticket, TierKind};
 
 /// One request, apart from its slot.
 pub(crate) struct Owed {
@@ -40,9 +40,9 @@ impl Owed {
     }
 
     /// Completes the request; the first outcome is the one that counts.
-    pub(crate) fn pay(&mut self, outcome: Result<Fetched, FetchFailure>) {
+    pub(crate) fn pay(&mut self, outcome: Outcome) {
         if !std::mem::replace(&mut self.paid, true) {
-            self.queue.push(Completion { ticket: self.ticket, key: self.key, outcome });
+            self.queue.push_outcome(self.ticket, self.key, outcome);
         }
     }
 
@@ -62,7 +62,7 @@ impl Drop for Owed {
     fn drop(&mut self) {
         if !self.paid {
             let error = Box::new(self.closed());
-            self.pay(Err(FetchFailure { error, slot: None }));
+            self.pay(Outcome::Failed(FetchFailure { error, slot: None }));
         }
     }
 }

@@ -17,14 +17,15 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::account::Accounts;
-use crate::arena::{Free, Slot};
+use crate::arena::{Filling, Free, Slot};
 use crate::error::{FetchError, FetchFailure};
 use crate::key::ExpertKey;
 use crate::owed::Owed;
 use crate::store::manifest::Manifest;
 use crate::store::{ExpertStore, StoreError};
 use crate::tier::{
-    Completion, CompletionQueue, ExpertTier, FetchRequest, Fetched, Source, Ticket, TierKind, after,
+    Completion, CompletionQueue, ExpertTier, FetchRequest, Fetched, Outcome, Source, Ticket,
+    TierKind, after, pop_and_look,
 };
 use crate::worker::{End, Worker};
 
@@ -127,7 +128,7 @@ impl Drop for PosixTier {
         self.shared.bell.notify_all();
         waiting.into_iter().for_each(|Job { owed, slot }| {
             let error = owed.closed();
-            self.shared.end(owed, Err(FetchFailure::new(error, slot)));
+            self.shared.end(owed, Outcome::Failed(FetchFailure::new(error, slot)));
         });
         let until = after(self.shared.options.deadline.saturating_add(TICK));
         for reader in self.readers.drain(..) {
@@ -172,27 +173,24 @@ impl ExpertTier for PosixTier {
         drop(jobs);
         if let Some(Job { owed, slot }) = cancelled {
             let error = FetchError::Cancelled { key: owed.key };
-            self.shared.end(owed, Err(FetchFailure::new(error, slot)));
+            self.shared.end(owed, Outcome::Failed(FetchFailure::new(error, slot)));
         }
     }
 
     fn poll(&self, queue: &CompletionQueue, wait: Duration) -> Option<Completion> {
-        let until = after(wait);
-        loop {
-            let left = until.saturating_duration_since(Instant::now());
-            let completion = queue.pop(left.min(TICK));
-            if completion.is_some() || left.is_zero() {
-                return completion;
-            }
-            self.shared.expire();
-        }
+        pop_and_look(wait, TICK, |wait| queue.pop(wait), || self.shared.expire())
+    }
+
+    #[cfg(feature = "unverified")]
+    fn poll_landed(&self, queue: &CompletionQueue, wait: Duration) -> Option<crate::tier::Landed> {
+        pop_and_look(wait, TICK, |wait| queue.pop_landed(wait), || self.shared.expire())
     }
 
     fn fetch(&self, key: ExpertKey, slot: Slot<Free>) -> Result<Fetched, FetchFailure> {
         let start = Instant::now();
         let outcome = self.shared.read(key, slot);
-        self.shared.account(&outcome, start.elapsed());
-        outcome
+        self.shared.accounts.count(&outcome, start.elapsed());
+        outcome.into()
     }
 }
 
@@ -234,7 +232,7 @@ impl Shared {
             let late = self.lock().waiting.pop_front_if(|job| self.is_late(&job.owed));
             let Some(Job { owed, slot }) = late else { break };
             let error = owed.late();
-            self.end(owed, Err(FetchFailure::new(error, slot)));
+            self.end(owed, Outcome::Failed(FetchFailure::new(error, slot)));
         }
         self.end_reading(|owed| self.is_late(owed), Owed::late);
     }
@@ -247,7 +245,7 @@ impl Shared {
             if let Some(owed) = owed {
                 self.healthy.store(false, Ordering::Relaxed);
                 let error = Box::new(why(&owed));
-                self.end(owed, Err(FetchFailure { error, slot: None }));
+                self.end(owed, Outcome::Failed(FetchFailure { error, slot: None }));
             }
         }
     }
@@ -256,12 +254,21 @@ impl Shared {
         owed.age() > self.options.deadline
     }
 
-    fn end(&self, mut owed: Owed, outcome: Result<Fetched, FetchFailure>) {
-        self.account(&outcome, owed.age());
+    fn end(&self, mut owed: Owed, outcome: Outcome) {
+        self.accounts.count(&outcome, owed.age());
         owed.pay(outcome);
     }
 
-    fn read(&self, key: ExpertKey, slot: Slot<Free>) -> Result<Fetched, FetchFailure> {
+    fn read(&self, key: ExpertKey, slot: Slot<Free>) -> Outcome {
+        let origin = || self.store.dir().display().to_string();
+        match self.receive(key, slot) {
+            Ok(slot) => self.accounts.judge(slot, self.store.manifest(), origin),
+            Err(failure) => Outcome::Failed(failure),
+        }
+    }
+
+    /// Fills `slot` with the record, to its last byte.
+    fn receive(&self, key: ExpertKey, slot: Slot<Free>) -> Result<Slot<Filling>, FetchFailure> {
         let manifest = self.store.manifest();
         let identity = match manifest.identity(key) {
             Ok(identity) => identity,
@@ -284,16 +291,7 @@ impl Shared {
             }
         }
         self.healthy.store(true, Ordering::Relaxed);
-        self.accounts.judge(slot, manifest, || self.store.dir().display().to_string())
-    }
-
-    fn account(&self, outcome: &Result<Fetched, FetchFailure>, took: Duration) {
-        match outcome {
-            Ok(fetched) => {
-                self.accounts.fetched(fetched.residency.payload().len() as u64, took);
-            }
-            Err(failure) => self.accounts.failed(&failure.error),
-        }
+        Ok(slot)
     }
 
     /// Jobs are moved whole, so a lock that a panic poisoned still guards sound data.

@@ -401,6 +401,7 @@ fn put(out: &mut [u8], at: usize, bytes: &[u8]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::sound_record;
 
     const CHUNK: u32 = 4096;
 
@@ -417,11 +418,7 @@ mod tests {
     fn record() -> Vec<u8> {
         let identity = identity();
         let payload: Vec<u8> = (0..identity.payload_bytes).map(|i| (i * 7 % 251) as u8).collect();
-        let crcs: Vec<u32> = payload.chunks(CHUNK as usize).map(crc32fast::hash).collect();
-        let mut record = vec![0; usize_of(identity.header_bytes())];
-        encode_header(&identity, &crcs, &mut record);
-        record.extend(payload);
-        record
+        sound_record(&identity, &payload)
     }
 
     fn verdict(record: &[u8], step: usize) -> Result<(), Mismatch> {

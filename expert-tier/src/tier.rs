@@ -14,6 +14,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+#[cfg(feature = "unverified")]
+use crate::arena::Unchecked;
 use crate::arena::{ExpertArena, Free, Slot};
 use crate::error::{Bound, FetchError, FetchFailure};
 use crate::key::ExpertKey;
@@ -163,6 +165,70 @@ pub struct Fetched {
     pub source: Source,
 }
 
+/// How a request ended, on its way to whoever waits for it.
+#[derive(Debug)]
+pub(crate) enum Outcome {
+    /// The record is in the arena, checked.
+    Fetched(Fetched),
+    /// It did not come.
+    Failed(FetchFailure),
+    /// It came and was not checked, as its slot was told.
+    #[cfg(feature = "unverified")]
+    Unchecked(Unchecked),
+}
+
+impl From<Outcome> for Result<Fetched, FetchFailure> {
+    fn from(outcome: Outcome) -> Self {
+        match outcome {
+            Outcome::Fetched(fetched) => Ok(fetched),
+            Outcome::Failed(failure) => Err(failure),
+            #[cfg(feature = "unverified")]
+            Outcome::Unchecked(unchecked) => Err(unchecked.into()),
+        }
+    }
+}
+
+impl From<Result<Fetched, FetchFailure>> for Outcome {
+    fn from(result: Result<Fetched, FetchFailure>) -> Self {
+        match result {
+            Ok(fetched) => Self::Fetched(fetched),
+            Err(failure) => Self::Failed(failure),
+        }
+    }
+}
+
+/// The end of one request of which the record may not have been checked: for measurements.
+#[cfg(feature = "unverified")]
+#[derive(Debug)]
+pub enum Landed {
+    /// As it is without this feature.
+    Completed(Completion),
+    /// The record came, into a slot that was told not to check it.
+    Unchecked(Unchecked),
+}
+
+#[derive(Debug)]
+struct Arrival {
+    ticket: Ticket,
+    key: ExpertKey,
+    outcome: Outcome,
+}
+
+impl Arrival {
+    fn into_completion(self) -> Completion {
+        let Self { ticket, key, outcome } = self;
+        Completion { ticket, key, outcome: outcome.into() }
+    }
+
+    #[cfg(feature = "unverified")]
+    fn into_landed(self) -> Landed {
+        match self.outcome {
+            Outcome::Unchecked(unchecked) => Landed::Unchecked(unchecked),
+            _ => Landed::Completed(self.into_completion()),
+        }
+    }
+}
+
 /// Where completions arrive. Cheap to clone; all clones are one queue.
 ///
 /// A queue belongs to whoever waits on it: two callers that share a backend use two queues and
@@ -172,7 +238,7 @@ pub struct CompletionQueue(Arc<QueueInner>);
 
 #[derive(Default, Debug)]
 struct QueueInner {
-    arrived: Mutex<VecDeque<Completion>>,
+    arrived: Mutex<VecDeque<Arrival>>,
     bell: Condvar,
 }
 
@@ -185,18 +251,34 @@ impl CompletionQueue {
 
     /// Adds a completion; for backends.
     pub fn push(&self, completion: Completion) {
-        self.lock().push_back(completion);
+        let Completion { ticket, key, outcome } = completion;
+        self.push_outcome(ticket, key, outcome.into());
+    }
+
+    pub(crate) fn push_outcome(&self, ticket: Ticket, key: ExpertKey, outcome: Outcome) {
+        self.lock().push_back(Arrival { ticket, key, outcome });
         self.0.bell.notify_one();
     }
 
     /// Takes the oldest completion, waiting for one at most `wait`.
     #[must_use]
     pub fn pop(&self, wait: Duration) -> Option<Completion> {
+        self.next(wait).map(Arrival::into_completion)
+    }
+
+    /// The same, and unchecked records as such.
+    #[cfg(feature = "unverified")]
+    #[must_use]
+    pub fn pop_landed(&self, wait: Duration) -> Option<Landed> {
+        self.next(wait).map(Arrival::into_landed)
+    }
+
+    fn next(&self, wait: Duration) -> Option<Arrival> {
         let until = after(wait);
         let mut arrived = self.lock();
         loop {
-            if let Some(completion) = arrived.pop_front() {
-                return Some(completion);
+            if let Some(arrival) = arrived.pop_front() {
+                return Some(arrival);
             }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -208,7 +290,7 @@ impl CompletionQueue {
     }
 
     /// A push or pop cannot leave the deque half-changed, so a poisoned lock is sound to take.
-    fn lock(&self) -> MutexGuard<'_, VecDeque<Completion>> {
+    fn lock(&self) -> MutexGuard<'_, VecDeque<Arrival>> {
         self.0.arrived.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -217,6 +299,27 @@ impl CompletionQueue {
 pub(crate) fn after(wait: Duration) -> Instant {
     const FAR: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
     Instant::now() + wait.min(FAR)
+}
+
+/// Pops for at most `wait`, and calls `look` each `tick` of it: for backends whose bounds the
+/// caller's own wait must watch, where every thread of theirs may hang.
+pub(crate) fn pop_and_look<T>(
+    wait: Duration,
+    tick: Duration,
+    pop: impl Fn(Duration) -> Option<T>,
+    look: impl Fn(),
+) -> Option<T> {
+    let until = after(wait);
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        if let Some(popped) = pop(left.min(tick)) {
+            return Some(popped);
+        }
+        look();
+        if left.is_zero() {
+            return pop(Duration::ZERO);
+        }
+    }
 }
 
 thread_local! {
@@ -268,6 +371,12 @@ pub trait ExpertTier: Send + Sync {
     /// Takes the next completion from `queue`, waiting at most `wait`.
     fn poll(&self, queue: &CompletionQueue, wait: Duration) -> Option<Completion> {
         queue.pop(wait)
+    }
+
+    /// Takes the next completion or unchecked record from `queue`, waiting at most `wait`.
+    #[cfg(feature = "unverified")]
+    fn poll_landed(&self, queue: &CompletionQueue, wait: Duration) -> Option<Landed> {
+        queue.pop_landed(wait)
     }
 
     /// Fetches one record and waits for it.

@@ -32,7 +32,8 @@ use crate::posix::{PosixOptions, PosixTier};
 use crate::store::manifest::{Manifest, layer_file_name};
 use crate::store::{ExpertStore, StoreError};
 use crate::tier::{
-    Completion, CompletionQueue, ExpertTier, FetchRequest, Fetched, Source, Ticket, TierKind, after,
+    Completion, CompletionQueue, ExpertTier, FetchRequest, Fetched, Outcome, Source, Ticket,
+    TierKind, after,
 };
 use crate::worker::{End, Worker};
 
@@ -221,6 +222,11 @@ impl ExpertTier for UmaTier {
         self.inner().poll(queue, wait)
     }
 
+    #[cfg(feature = "unverified")]
+    fn poll_landed(&self, queue: &CompletionQueue, wait: Duration) -> Option<crate::tier::Landed> {
+        self.inner().poll_landed(queue, wait)
+    }
+
     fn fetch(
         &self,
         key: ExpertKey,
@@ -349,7 +355,7 @@ impl Shared {
     }
 
     fn refuse<T>(&self, mut owed: Owed, failure: FetchFailure) -> Option<T> {
-        self.complete(&mut owed, Err(failure));
+        self.complete(&mut owed, Outcome::Failed(failure));
         None
     }
 
@@ -440,7 +446,7 @@ impl Shared {
             }
             Err(error) => {
                 let error = if late { owed.late() } else { self.explain(&owed, error) };
-                Err(FetchFailure::new(error, slot.abandon()))
+                Outcome::Failed(FetchFailure::new(error, slot.abandon()))
             }
         };
         self.complete(&mut owed, outcome);
@@ -450,7 +456,7 @@ impl Shared {
     fn end_without_slot(&self, owed: &mut Owed, why: impl Fn(&Owed) -> FetchError) {
         if !owed.is_paid() {
             let error = Box::new(why(owed));
-            self.complete(owed, Err(FetchFailure { error, slot: None }));
+            self.complete(owed, Outcome::Failed(FetchFailure { error, slot: None }));
         }
     }
 
@@ -476,13 +482,8 @@ impl Shared {
         FetchError::Store(StoreError::Io { action: "read", path, source: error })
     }
 
-    fn complete(&self, owed: &mut Owed, outcome: Result<Fetched, FetchFailure>) {
-        match &outcome {
-            Ok(fetched) => {
-                self.accounts.fetched(fetched.residency.payload().len() as u64, owed.age());
-            }
-            Err(failure) => self.accounts.failed(&failure.error),
-        }
+    fn complete(&self, owed: &mut Owed, outcome: Outcome) {
+        self.accounts.count(&outcome, owed.age());
         owed.pay(outcome);
     }
 }

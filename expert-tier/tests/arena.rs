@@ -13,9 +13,8 @@ use expert_tier::arena::{ArenaError, ArenaOptions, CudaUse, ExpertArena, SlabPla
 use expert_tier::dtype::Dtype;
 use expert_tier::key::ExpertKey;
 use expert_tier::layout::{ExpertLayout, ExpertRecordSpec, LayerLayout, TensorSpec};
-use expert_tier::record::encode_header;
 use expert_tier::store::manifest::Manifest;
-use expert_tier::testing::TestStore;
+use expert_tier::testing::{TestStore, sound_record};
 use expert_tier::tier::ExpertTier;
 use expert_tier::uma::{UmaOptions, UmaPath, UmaTier};
 use gpu_sys::pinned::PinError;
@@ -55,10 +54,7 @@ fn records_stay_whole_while_the_process_forks() {
     let manifest = manifest();
     let identity = manifest.identity(ExpertKey::new(0, 2)).unwrap();
     let payload: Vec<u8> = (0..identity.payload_bytes).map(|i| (i % 253) as u8).collect();
-    let crcs: Vec<_> = payload.chunks(4096).map(crc32fast::hash).collect();
-    let mut record = vec![0; identity.header_bytes() as usize];
-    encode_header(&identity, &crcs, &mut record);
-    record.extend(&payload);
+    let record = sound_record(&identity, &payload);
 
     let arena = ExpertArena::new(&options(identity.record_bytes(), 2)).unwrap();
     let (done, fetched) = (AtomicBool::new(false), AtomicUsize::new(0));

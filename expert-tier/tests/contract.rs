@@ -2,29 +2,10 @@
 
 use expert_tier::arena::ExpertArena;
 use expert_tier::posix::{PosixOptions, PosixTier};
-use expert_tier::testing::contract::Harness;
+use expert_tier::testing::contract::{Backed, Harness};
 use expert_tier::testing::{FaultyTier, TestStore};
 use expert_tier::tier::ExpertTier;
 use expert_tier::uma::{DirectReads, ReadCounts, UmaOptions, UmaPath, UmaTier};
-
-struct Local<T> {
-    store: TestStore,
-    tier: Option<T>,
-}
-
-impl<T: ExpertTier> Harness for Local<T> {
-    fn tier(&self) -> &dyn ExpertTier {
-        self.tier.as_ref().expect("the backend has not been closed")
-    }
-
-    fn store(&self) -> &TestStore {
-        &self.store
-    }
-
-    fn close(&mut self) {
-        self.tier = None;
-    }
-}
 
 fn open(store: &TestStore) -> PosixTier {
     PosixTier::open(&store.path(), PosixOptions::default()).expect("a store that was just packed")
@@ -33,9 +14,10 @@ fn open(store: &TestStore) -> PosixTier {
 mod posix {
     use super::*;
 
-    fn make() -> Local<PosixTier> {
+    fn make() -> Backed<PosixTier> {
         let store = TestStore::mixed(1);
-        Local { tier: Some(open(&store)), store }
+        let tier = open(&store);
+        Backed::new(store, tier)
     }
 
     expert_tier::contract_suite!(make);
@@ -43,7 +25,8 @@ mod posix {
 
 /// A backend that must read as it is told, to its end.
 struct Uma {
-    local: Local<UmaTier>,
+    tier: Option<UmaTier>,
+    store: TestStore,
     path: UmaPath,
 }
 
@@ -52,11 +35,11 @@ impl Uma {
         let store = TestStore::mixed(5);
         let options = UmaOptions { direct, ..UmaOptions::default() };
         let tier = UmaTier::open(&store.path(), &options).expect("a sound store");
-        Self { local: Local { tier: Some(tier), store }, path }
+        Self { tier: Some(tier), store, path }
     }
 
     fn check_path(&self) {
-        let Some(tier) = &self.local.tier else { return };
+        let Some(tier) = &self.tier else { return };
         let ReadCounts { fixed, plain } = tier.reads();
         assert_eq!(tier.path(), self.path);
         assert!(fixed == 0 || self.path == UmaPath::Registered);
@@ -66,11 +49,11 @@ impl Uma {
 
 impl Harness for Uma {
     fn tier(&self) -> &dyn ExpertTier {
-        self.local.tier()
+        self.tier.as_ref().expect("the backend has not been closed")
     }
 
     fn store(&self) -> &TestStore {
-        self.local.store()
+        &self.store
     }
 
     fn arena_made(&self, arena: &ExpertArena) {
@@ -81,7 +64,7 @@ impl Harness for Uma {
 
     fn close(&mut self) {
         self.check_path();
-        self.local.close();
+        self.tier = None;
     }
 }
 
@@ -167,9 +150,10 @@ mod a_store_truncated_while_open {
 mod faulty_without_faults {
     use super::*;
 
-    fn make() -> Local<FaultyTier<PosixTier>> {
+    fn make() -> Backed<FaultyTier<PosixTier>> {
         let store = TestStore::mixed(2);
-        Local { tier: Some(FaultyTier::new(open(&store))), store }
+        let tier = FaultyTier::new(open(&store));
+        Backed::new(store, tier)
     }
 
     expert_tier::contract_suite!(make);

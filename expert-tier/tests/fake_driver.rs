@@ -10,9 +10,9 @@ use expert_tier::arena::{ArenaError, ArenaOptions, CudaUse, ExpertArena, SlabPla
 use expert_tier::dtype::Dtype;
 use expert_tier::key::ExpertKey;
 use expert_tier::layout::{ExpertLayout, ExpertRecordSpec, LayerLayout, TensorSpec};
-use expert_tier::record::encode_header;
 use expert_tier::residency::ExpertResidency;
 use expert_tier::store::manifest::Manifest;
+use expert_tier::testing::sound_record;
 use gpu_sys::cuda::Stream;
 use support::{Driver, Fake, is_mapped, with_driver};
 
@@ -46,10 +46,7 @@ fn lease(arena: &ExpertArena) -> ExpertResidency {
     let manifest = manifest();
     let identity = manifest.identity(ExpertKey::new(0, 1)).unwrap();
     let payload = vec![7; identity.payload_bytes as usize];
-    let crcs: Vec<_> = payload.chunks(4096).map(crc32fast::hash).collect();
-    let mut record = vec![0; identity.header_bytes() as usize];
-    encode_header(&identity, &crcs, &mut record);
-    record.extend(payload);
+    let record = sound_record(&identity, &payload);
     let slot = arena.acquire(identity.record_bytes(), Duration::ZERO).unwrap();
     let mut slot = slot.begin(identity).unwrap();
     slot.spare().write_copy_of_slice(&record);

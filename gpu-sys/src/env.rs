@@ -44,7 +44,8 @@ variables! {
     EXPERT_PEER: "none", "HOST:PORT",
         "The peer of the remote backends.";
     EXPERT_SECRET_FILE: "none", "file",
-        "Holds the secret that client and peer prove to each other; 16 to 4096 bytes.";
+        "Holds the secret that client and peer prove to each other; 16 to 4096 bytes before its line \
+         end.";
     EXPERT_FINGERPRINT: "any store", "64 hex digits",
         "The store that the peer must serve; any other is refused before a weight moves.";
     EXPERT_STREAMS: "2", "connections, 1-16",
@@ -61,8 +62,9 @@ variables! {
         "Longest time to look up the peer's address, connect and shake hands.";
     EXPERT_ATTEMPTS: "3", "sends, 1-100",
         "How often one request is sent before it fails.";
-    EXPERT_ARENA_BYTES: "268435456", "bytes",
-        "Pinned memory for fetched records; limits how many are held at once.";
+    EXPERT_ARENA_BYTES: "what the records asked for need, at most 256 MiB and what the locked-memory \
+                         limit leaves", "bytes, or 512MiB, 2G",
+        "Pinned memory for fetched records: limits how many are held at once; at least one record.";
     EXPERT_HUGE_PAGES: "auto", "auto, off",
         "Whether the arena uses 2 MiB pages: fewer TLB misses and shorter registration.";
     EXPERT_NUMA_NODE: "the kernel's choice", "node number",

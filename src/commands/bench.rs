@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 use expert_peer::StatusReport;
 use expert_peer::cli::{LOG_HELP, UsageError, one_line};
-#[cfg(feature = "unverified")]
-use expert_tier::error::FetchError;
 use expert_tier::error::FetchFailure;
 use expert_tier::key::ExpertKey;
+#[cfg(feature = "unverified")]
+use expert_tier::tier::Landed;
 use expert_tier::tier::{Completion, CompletionQueue, FetchRequest, TierKind};
 use hdrhistogram::Histogram;
 use serde::Serialize;
@@ -154,7 +154,7 @@ impl<'a> Bench<'a> {
     fn measure(&mut self, span: Duration) -> anyhow::Result<Tally> {
         let latency_ns = Histogram::new_with_max(600_000_000_000, 3)?;
         let mut tally = Tally { records: 0, errors: 0, bytes: 0, latency_ns };
-        let bound = self.backend.tier.deadline() * 4 + Duration::from_secs(5);
+        let bound = self.backend.tier.bound().saturating_add(Duration::from_secs(5));
         let start = Instant::now();
         while start.elapsed() < span {
             self.prepare()?;
@@ -162,10 +162,10 @@ impl<'a> Bench<'a> {
             self.backend.tier.submit(&mut self.requests, &self.queue);
             let came_before = tally.records;
             for _ in 0..self.batch {
-                let Some(completion) = self.backend.tier.poll(&self.queue, bound) else {
+                let Some(received) = self.next(bound) else {
                     bail!("a request did not complete within {} s", bound.as_secs());
                 };
-                tally.count(self.received(completion), submitted.elapsed());
+                tally.count(received, submitted.elapsed());
             }
             if tally.records == came_before {
                 // Nothing is due, so this waits its time, and the backend sees to its own meanwhile.
@@ -193,17 +193,16 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// Bytes of payload that came.
-    fn received(&self, completion: Completion) -> Result<u64, FetchFailure> {
-        match completion.outcome {
-            Ok(fetched) => Ok(fetched.residency.payload().len() as u64),
-            #[cfg(feature = "unverified")]
-            Err(failure) if matches!(*failure.error, FetchError::Unchecked { .. }) => {
-                let layout = self.backend.tier.manifest().layout();
-                Ok(layout.layer(completion.key.layer).map_or(0, |l| l.spec().payload_bytes()))
-            }
-            Err(failure) => Err(failure),
-        }
+    /// Waits for the next end of a request: bytes of payload that came.
+    fn next(&self, wait: Duration) -> Option<Result<u64, FetchFailure>> {
+        #[cfg(not(feature = "unverified"))]
+        let Completion { outcome, .. } = self.backend.tier.poll(&self.queue, wait)?;
+        #[cfg(feature = "unverified")]
+        let outcome = match self.backend.tier.poll_landed(&self.queue, wait)? {
+            Landed::Completed(Completion { outcome, .. }) => outcome,
+            Landed::Unchecked(record) => return Some(Ok(record.payload_bytes())),
+        };
+        Some(outcome.map(|fetched| fetched.residency.payload().len() as u64))
     }
 }
 

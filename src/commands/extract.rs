@@ -1,11 +1,11 @@
 //! `metrale extract`: one expert's tensors, as they were in the checkpoint.
 
-use std::io::{self, Write};
+use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Context;
-use expert_peer::cli::store_error;
+use expert_peer::cli::{printable, store_error};
 use expert_tier::key::ExpertKey;
 use expert_tier::layout::TensorSpec;
 use expert_tier::store::ExpertStore;
@@ -39,21 +39,23 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let Some(wanted) = &args.tensor else {
         let lines = tensors.iter().map(|tensor| {
             let (name, shape) = (full_name(tensor), output::shape(&tensor.shape));
-            format!("{name} {} {shape} {}\n", tensor.dtype, tensor.bytes)
+            format!("{} {} {shape} {}\n", printable(&name), tensor.dtype, tensor.bytes)
         });
         output::text(&lines.collect::<String>())?;
         return Ok(ExitCode::SUCCESS);
     };
     let named = |tensor: &TensorSpec| {
         let pattern = format!("{}{}", layer.prefix(), tensor.name);
-        [full_name(tensor), tensor.name.clone(), pattern].contains(wanted)
+        // As it is, or as it is shown.
+        let names = [full_name(tensor), tensor.name.clone(), pattern];
+        names.iter().any(|name| name == wanted || printable(name) == *wanted)
     };
     let Some(tensor) = tensors.iter().find(|tensor| named(tensor)) else {
         let names: Vec<String> = tensors.iter().take(8).map(full_name).collect();
         let more = if tensors.len() > names.len() { ", ..." } else { "" };
         anyhow::bail!("{key} has no tensor {wanted}, it has {}{more}", names.join(", "));
     };
-    let mut stdout = io::stdout().lock();
+    let mut stdout = output::stdout();
     let record = RecordReader::open(&store, key)?;
     record.read(tensor.offset, tensor.bytes, |bytes| stdout.write_all(bytes))?;
     stdout.flush().context("cannot write to stdout")?;

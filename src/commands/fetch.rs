@@ -14,10 +14,15 @@ use serde::Serialize;
 
 use crate::backend::{Backend, BackendArgs};
 use crate::output::{self, count};
+use crate::signals;
 use crate::whole_file::write_whole;
 
 /// Longest wait for a completion or a slot before the program looks at the clock again.
 const WAIT: Duration = Duration::from_millis(500);
+
+const TRACE_HELP: &str = "Fetch what a routing trace asks for, line by line: \
+    {\"step\":0,\"layer\":3,\"experts\":[5,1]}, JSON of the forward pass, the layer, and the experts \
+    it was routed to";
 
 #[derive(clap::Args, Debug)]
 pub(crate) struct Args {
@@ -45,9 +50,8 @@ struct What {
     /// Fetch every expert of every layer
     #[arg(long, conflicts_with = "trace")]
     all: bool,
-    /// Fetch what a routing trace asks for, line by line: {"step":0,"layer":3,"experts":[5,1]},
-    /// JSON of the forward pass, the layer, and the experts it was routed to
-    #[arg(long, value_name = "FILE")]
+    // Not a comment of the kind above: it would be taken for a link.
+    #[arg(long, value_name = "FILE", help = TRACE_HELP)]
     trace: Option<PathBuf>,
 }
 
@@ -94,6 +98,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         let fetched = fetch_one(&backend, ExpertKey::new(layer, expert))?;
         report.count(&fetched);
         if let Some(path) = &args.out {
+            signals::survive_file_limit()?;
             write_whole(path, fetched.residency.payload())
                 .with_context(|| format!("cannot write {}", path.display()))?;
         }

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use expert_peer::cli::store_error;
+use expert_peer::cli::{printable, store_error};
 use expert_tier::layout::{LayerLayout, TensorSpec};
 use expert_tier::store::ExpertStore;
 use expert_tier::store::manifest::{self, Manifest};
@@ -98,7 +98,7 @@ fn table(manifest: &Manifest) -> String {
     let mut text = format!(
         "fingerprint  {}\nmodel        {}\nformat       version {}\nrecords      {} in {}, {}\n",
         manifest.fingerprint(),
-        manifest.model(),
+        printable(manifest.model()),
         manifest::VERSION,
         manifest.layout().records(),
         count(layers.len() as u64, "layer"),
@@ -129,15 +129,16 @@ fn table(manifest: &Manifest) -> String {
 }
 
 fn tensor_table(tensors: &[TensorSpec]) -> String {
-    let width = tensors.iter().map(|t| t.name.len()).max().unwrap_or(0).clamp(6, 72);
+    let names: Vec<_> = tensors.iter().map(|t| printable(&t.name)).collect();
+    let width = names.iter().map(|name| name.chars().count()).max().unwrap_or(0).clamp(6, 72);
     let shapes: Vec<String> = tensors.iter().map(|t| output::shape(&t.shape)).collect();
     let shape_width = shapes.iter().map(String::len).max().unwrap_or(0).max(5);
     let mut text = format!(
         "  {:width$}  {:11}  {:shape_width$}  {:>12}  {:>12}\n",
         "tensor", "dtype", "shape", "offset", "bytes"
     );
-    for (tensor, shape) in tensors.iter().zip(&shapes) {
-        let TensorSpec { name, dtype, offset, bytes, .. } = tensor;
+    for ((tensor, shape), name) in tensors.iter().zip(&shapes).zip(&names) {
+        let TensorSpec { dtype, offset, bytes, .. } = tensor;
         let dtype = dtype.name();
         let _ = writeln!(
             text,

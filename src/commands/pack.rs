@@ -5,11 +5,15 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::ArgGroup;
+use expert_peer::cli::printable;
 use expert_tier::layout::{CHUNK_BYTES_RANGE, DEFAULT_CHUNK_BYTES};
-use expert_tier::pack::{self, PackOptions, PackPlan, PackSummary, Source, SyntheticSpec};
+use expert_tier::pack::{
+    self, MAX_WORKERS, PackOptions, PackPlan, PackSummary, Source, SyntheticSpec,
+};
 use serde::Serialize;
 
 use crate::output::{self, count};
+use crate::signals;
 
 #[derive(clap::Args)]
 #[command(group = ArgGroup::new("source").required(true).args(["checkpoint", "synthetic"]))]
@@ -32,7 +36,7 @@ pub(crate) struct Args {
           value_parser = chunk_bytes)]
     chunk_bytes: u32,
     /// Threads; as many as there are cores if not given
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = workers)]
     workers: Option<NonZeroUsize>,
     /// Print one JSON object
     #[arg(long)]
@@ -58,6 +62,11 @@ fn chunk_bytes(text: &str) -> Result<u32, String> {
     number.ok_or_else(|| format!("a chunk is a power of two from {low} to {high}"))
 }
 
+fn workers(text: &str) -> Result<NonZeroUsize, String> {
+    let number = text.parse().ok().filter(|number: &NonZeroUsize| number.get() <= MAX_WORKERS);
+    number.ok_or_else(|| format!("the number of threads is 1 to {MAX_WORKERS}"))
+}
+
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let source = match (&args.checkpoint, &args.synthetic) {
         (Some(dir), _) => Source::Checkpoint(dir.clone()),
@@ -73,7 +82,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         }
         Some(out) => {
             let bar = output::progress_bar(plan.store_bytes());
-            let summary = pack::run(&plan, out, &|bytes| bar.inc(bytes));
+            let stop = signals::stop_flag()?;
+            let summary = pack::run_until(&plan, out, &|bytes| bar.inc(bytes), &stop);
             bar.finish_and_clear();
             summary?
         }
@@ -103,11 +113,14 @@ fn report(args: &Args, plan: &PackPlan, summary: &PackSummary) -> anyhow::Result
             "packed {records} of {layers}, {bytes}, in {seconds:.1} s\n\
              fingerprint {fingerprint}\n"
         ),
-        None => format!("would pack {records} of {layers}, {bytes}, of a {} model\n", plan.model()),
+        None => format!(
+            "would pack {records} of {layers}, {bytes}, of a {} model\n",
+            printable(plan.model())
+        ),
     };
     if !summary.left_dense.is_empty() {
         let names = summary.left_dense.join(", ");
-        text.push_str(&format!("left among the dense weights: {names}\n"));
+        text.push_str(&format!("left among the dense weights: {}\n", printable(&names)));
     }
     output::text(&text)
 }

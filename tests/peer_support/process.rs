@@ -78,6 +78,20 @@ impl Peer {
         kill_process(Pid::from_child(&self.child), signal).expect("the child has not been reaped");
     }
 
+    /// Stops every thread of it, and waits until they have stopped.
+    pub(crate) fn freeze(&self) {
+        self.signal(Signal::STOP);
+        let tasks = format!("/proc/{}/task", self.pid());
+        wait_until("every thread to stop", || {
+            let tasks = std::fs::read_dir(&tasks).expect("a process of ours");
+            tasks.flatten().all(|task| {
+                // A thread that has ended meanwhile has stopped, too.
+                std::fs::read_to_string(task.path().join("stat"))
+                    .map_or(true, |stat| stat.contains(") T "))
+            })
+        });
+    }
+
     /// SIGKILL, and waits for the end.
     pub(crate) fn kill(&mut self) {
         self.child.kill().expect("a child of ours");

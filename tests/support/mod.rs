@@ -14,6 +14,16 @@ pub(crate) fn metrale() -> Command {
     Command::new(env!("CARGO_BIN_EXE_metrale"))
 }
 
+/// The program under test without the right to pass over permissions, which root has.
+pub(crate) fn unprivileged() -> Command {
+    if !rustix::process::geteuid().is_root() {
+        return metrale();
+    }
+    let mut command = Command::new("setpriv");
+    command.args(["--bounding-set=-all", "--inh-caps=-all", env!("CARGO_BIN_EXE_metrale")]);
+    command
+}
+
 /// Runs `metrale` and returns what it said.
 pub(crate) fn run<S: AsRef<std::ffi::OsStr>>(args: &[S]) -> Output {
     metrale().args(args).output().expect("metrale starts")

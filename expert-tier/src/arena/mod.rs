@@ -36,6 +36,9 @@ use gpu_sys::pinned::{NumaPlacement, PageKind, PinError, PinnedOptions, PinnedPa
 
 pub use options::{ArenaOptions, CudaUse, DEFAULT_DRAIN_WAIT, MAX_SLOTS, SlabPlan};
 pub use pool::SlotCounts;
+pub(crate) use slot::Judged;
+#[cfg(feature = "unverified")]
+pub use slot::Unchecked;
 pub use slot::{Filling, Free, Ready, Rejected, Slot, TooSmall};
 
 use crate::direct::ring::Region;

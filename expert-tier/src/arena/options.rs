@@ -277,7 +277,7 @@ mod tests {
     #[test]
     fn no_arena_is_larger_than_what_was_given() {
         let layout = layout(&[(10_000, 3), (50_000, 200), (900_000, 5)]);
-        for arena_bytes in (layout.max_stride()..8 << 20).step_by(4096 * 7) {
+        for arena_bytes in (layout.max_stride()..40 << 20).step_by(4096 * 7) {
             let options = ArenaOptions::for_layout(&layout, arena_bytes).unwrap();
             assert!(bytes(&options) <= arena_bytes);
             assert_eq!(options.slabs.last().unwrap().slot_bytes, layout.max_stride());

@@ -83,6 +83,46 @@ pub struct Rejected {
     pub mismatch: Mismatch,
 }
 
+/// What has become of a record whose last byte has arrived.
+pub(crate) enum Judged {
+    /// It is the one that was asked for.
+    Record(ExpertResidency),
+    /// It is not.
+    Rejected(Rejected),
+    /// Nobody looked, as the slot was told.
+    #[cfg(feature = "unverified")]
+    Unchecked(Unchecked),
+}
+
+/// A record that was received for a measurement and not checked; nobody gets to see its bytes.
+#[cfg(feature = "unverified")]
+#[derive(Debug)]
+pub struct Unchecked {
+    slot: Slot<Free>,
+    identity: RecordIdentity,
+}
+
+#[cfg(feature = "unverified")]
+impl Unchecked {
+    /// The record that was asked for.
+    #[must_use]
+    pub fn key(&self) -> ExpertKey {
+        self.identity.key
+    }
+
+    /// Bytes of its payload.
+    #[must_use]
+    pub fn payload_bytes(&self) -> u64 {
+        self.identity.payload_bytes
+    }
+
+    /// The slot, free again.
+    #[must_use]
+    pub fn into_slot(self) -> Slot<Free> {
+        self.slot
+    }
+}
+
 impl<S> Slot<S> {
     /// Bytes that the slot can take.
     #[must_use]
@@ -100,8 +140,10 @@ impl Slot<Free> {
         Self { hold: Hold { arena, slot, end: LeaseEnd::Now }, state: Free { check: Checking::On } }
     }
 
-    /// For measurements: what arrives next is not checked, and so never becomes a residency. The
-    /// fetch ends as [`FetchError::Unchecked`](crate::error::FetchError::Unchecked).
+    /// For measurements: what arrives next is not checked, and so never becomes a residency.
+    /// Whoever polls with [`poll_landed`](crate::tier::ExpertTier::poll_landed) gets an
+    /// [`Unchecked`]; for others it is
+    /// [`FetchError::Unchecked`](crate::error::FetchError::Unchecked).
     #[cfg(feature = "unverified")]
     #[must_use]
     pub fn without_check(mut self) -> Self {
@@ -178,6 +220,20 @@ impl Slot<Filling> {
             Err(mismatch) => {
                 Err(Rejected { slot: self.become_free(), key: identity.key, mismatch })
             }
+        }
+    }
+
+    /// Decides what becomes of what a backend has received: its only way to a residency.
+    pub(crate) fn judge(self, manifest: &Arc<Manifest>) -> Judged {
+        #[cfg(feature = "unverified")]
+        let identity = *self.identity();
+        match self.finish() {
+            Ok(ready) => Judged::Record(ready.into_residency(manifest)),
+            #[cfg(feature = "unverified")]
+            Err(Rejected { slot, mismatch: Mismatch::NotChecked, .. }) => {
+                Judged::Unchecked(Unchecked { slot, identity })
+            }
+            Err(rejected) => Judged::Rejected(rejected),
         }
     }
 

@@ -2,8 +2,9 @@ use super::*;
 use crate::dtype::Dtype;
 use crate::key::ExpertKey;
 use crate::layout::{ExpertLayout, ExpertRecordSpec, LayerLayout, TensorSpec};
-use crate::record::{Mismatch, RecordIdentity, encode_header};
+use crate::record::{Mismatch, RecordIdentity};
 use crate::store::manifest::Manifest;
+use crate::testing::sound_record;
 
 const CHUNK: u32 = 4096;
 
@@ -30,11 +31,7 @@ fn record(identity: &RecordIdentity) -> Vec<u8> {
     let seed = u64::from(identity.key.expert);
     let payload: Vec<u8> =
         (0..identity.payload_bytes).map(|i| ((i + seed) * 7 % 251) as u8).collect();
-    let crcs: Vec<u32> = payload.chunks(CHUNK as usize).map(crc32fast::hash).collect();
-    let mut record = vec![0; identity.header_bytes() as usize];
-    encode_header(identity, &crcs, &mut record);
-    record.extend(payload);
-    record
+    sound_record(identity, &payload)
 }
 
 fn arena(slabs: &[(u64, u32)]) -> ExpertArena {

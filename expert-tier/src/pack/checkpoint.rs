@@ -4,10 +4,11 @@
 //! is found wherever it does; names themselves are kept for expert tensors only, once per layer
 //! and not per expert.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};
 use std::hash::{BuildHasher, RandomState};
 use std::io::{self, BufReader, Read};
+use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use rustix::fs::OFlags;
@@ -17,12 +18,13 @@ use super::PackError;
 use super::config::Config;
 use super::group::{Found, Trees};
 use super::header::{EachEntry, MAX_HEADER_BYTES, read_header};
-use super::names::classify;
+use super::names::{Place, classify};
 use crate::files::{FileIdentity, open_regular};
 
 const INDEX: &str = "model.safetensors.index.json";
 const SINGLE: &str = "model.safetensors";
 const CONFIG: &str = "config.json";
+const SUFFIX: &str = ".safetensors";
 /// Most shards; several times those of the largest checkpoint published so far.
 const MAX_SHARDS: usize = 65_536;
 
@@ -67,15 +69,20 @@ pub(super) struct Checkpoint {
 impl Checkpoint {
     pub(super) fn open(dir: &Path) -> Result<Self, PackError> {
         let not = |why: String| PackError::NotACheckpoint { path: dir.into(), why };
-        if !dir.is_dir() {
-            return Err(not("no such directory".into()));
+        match fs::metadata(dir) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return Err(not("no such directory".into()));
+            }
+            Err(error) => return Err(PackError::io("look at", dir)(error)),
+            Ok(found) if !found.is_dir() => return Err(not("it is not a directory".into())),
+            Ok(_) => {}
         }
-        if !dir.join(CONFIG).is_file() {
+        if !is_there(&dir.join(CONFIG))? {
             return Err(not(format!("it has no {CONFIG}")));
         }
         let config = Config::read(&dir.join(CONFIG))?;
         let index = dir.join(INDEX);
-        let indexed = index.is_file();
+        let indexed = is_there(&index)?;
         let shards = if indexed { Shards::of_index(&index)? } else { Shards::single(dir)? };
         let mut names = Names::default();
         let mut trees = Trees::default();
@@ -86,10 +93,82 @@ impl Checkpoint {
         if indexed {
             check_index(&index, &shards.names, &names)?;
         }
+        check_strays(dir, &shards.names, indexed, trees.main())?;
         let shards = shards.names.into_iter().zip(identities);
         let shards = shards.map(|(name, identity)| Shard { name, identity }).collect();
         Ok(Self { config, shards, trees })
     }
+}
+
+/// Whether there is anything of this name, be it a link to nothing: what is there and cannot be
+/// read must stop the pack, and not be taken for absent.
+fn is_there(path: &Path) -> Result<bool, PackError> {
+    match fs::symlink_metadata(path) {
+        Ok(_) => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(PackError::io("look at", path)(error)),
+    }
+}
+
+/// Every `*.safetensors` of a directory, sorted.
+fn list(dir: &Path) -> Result<Vec<String>, PackError> {
+    let mut names = Vec::new();
+    for entry in fs::read_dir(dir).map_err(PackError::io("list", dir))? {
+        let name = entry.map_err(PackError::io("list", dir))?.file_name();
+        if !name.as_bytes().ends_with(SUFFIX.as_bytes()) {
+            continue;
+        }
+        let name = name.into_string();
+        names.push(name.map_err(|name| {
+            let why = format!("the name of its file {name:?} is not UTF-8");
+            PackError::NotACheckpoint { path: dir.into(), why }
+        })?);
+    }
+    names.sort_unstable();
+    Ok(names)
+}
+
+/// The `7` of `model-00002-of-00007.safetensors`.
+fn shards_by_name(name: &str) -> Option<u32> {
+    let (head, total) = name.strip_suffix(SUFFIX)?.rsplit_once("-of-")?;
+    let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let number = head.rsplit('-').next()?;
+    (digits(number) && digits(total)).then(|| total.parse().unwrap_or(u32::MAX))
+}
+
+/// Refuses a checkpoint beside whose shards lies a file with more experts of the packed tree.
+///
+/// Other files are none of its business: the same model once more under other names
+/// (`consolidated.safetensors`, whose tree has no prefix), adapters, vision towers. Where no
+/// tree has experts yet, those of any tree are refused.
+fn check_strays(
+    dir: &Path,
+    shards: &[String],
+    indexed: bool,
+    main: Option<&str>,
+) -> Result<(), PackError> {
+    let known: HashSet<&str> = shards.iter().map(String::as_str).collect();
+    for file in list(dir)?.into_iter().filter(|name| !known.contains(name.as_str())) {
+        let path = dir.join(&file);
+        if path.is_dir() {
+            continue;
+        }
+        read_header(&path, &file, |tensor, _, _| match classify(&tensor) {
+            Ok(Place { layer: Some((tree, _)), role: Some(_) })
+                if main.is_none_or(|main| main == tree) =>
+            {
+                let why = if indexed {
+                    format!("{INDEX} does not name the file")
+                } else {
+                    format!("without an {INDEX} the checkpoint is {} alone", shards[0])
+                };
+                Err(PackError::Stray { file: file.clone(), tensor, why })
+            }
+            // A name that would not be understood is of some other layout.
+            _ => Ok(()),
+        })?;
+    }
+    Ok(())
 }
 
 /// The shards, each with the first tensor that the index places there.
@@ -124,18 +203,16 @@ impl Shards {
 
     fn single(dir: &Path) -> Result<Self, PackError> {
         let one = |name: String| Ok(Self { names: vec![name], first_tensors: vec![None] });
-        if dir.join(SINGLE).is_file() {
+        if is_there(&dir.join(SINGLE))? {
             return one(SINGLE.into());
         }
-        let mut names = Vec::new();
-        for entry in fs::read_dir(dir).map_err(PackError::io("list", dir))? {
-            let name = entry.map_err(PackError::io("list", dir))?.file_name();
-            names.extend(name.into_string().ok().filter(|name| name.ends_with(".safetensors")));
-        }
-        names.sort_unstable();
+        let mut names = list(dir)?;
         let not = |why: String| Err(PackError::NotACheckpoint { path: dir.into(), why });
         match names.as_slice() {
             [] => not(format!("it has neither {INDEX} nor {SINGLE}")),
+            [name] if shards_by_name(name).is_some_and(|shards| shards > 1) => {
+                not(format!("{name} is a part of it, going by its name, and there is no {INDEX}"))
+            }
             [_] => one(names.remove(0)),
             [a, b, ..] => {
                 let count = names.len();

@@ -9,8 +9,11 @@ use serde_json::{Map, Value};
 use super::PackError;
 use crate::files::open_regular;
 
-/// Largest `config.json` accepted.
-const MAX_BYTES: u64 = 64 << 20;
+/// Largest `config.json` accepted; real ones have less than 100 KB. As a parsed document it takes
+/// some 30 times that at worst.
+const MAX_BYTES: u64 = 4 << 20;
+/// Most characters of a value that an error repeats.
+const SHOWN_CHARS: usize = 60;
 /// How deep a nested config (`text_config`, say) is looked for.
 const MAX_DEPTH: usize = 3;
 /// Names that mean the number of routed experts of a layer.
@@ -36,8 +39,15 @@ pub(super) struct Config {
 #[derive(Debug)]
 enum Count {
     Every(u64),
-    /// One per layer; entries that are not numbers are not compared.
+    /// One per layer, or one per group of each layer's experts; `null` is not compared.
     List(Vec<Option<u64>>),
+}
+
+/// What a config says and the tensors do not.
+#[derive(PartialEq, Eq, Debug)]
+pub(super) struct Disagreement {
+    pub(super) key: String,
+    pub(super) stated: String,
 }
 
 impl Config {
@@ -50,17 +60,21 @@ impl Config {
         }
         let config: Map<String, Value> =
             serde_json::from_slice(&text).map_err(|error| PackError::document(path, error))?;
-        Ok(Self::from_map(&config))
+        Self::from_map(&config).map_err(|why| PackError::document(path, why))
     }
 
-    fn from_map(config: &Map<String, Value>) -> Self {
+    fn from_map(config: &Map<String, Value>) -> Result<Self, String> {
         let architecture = || config.get("architectures")?.get(0)?.as_str();
         let model = config.get("model_type").and_then(Value::as_str).or_else(architecture);
         let model = model.unwrap_or("unknown").chars().take(128).collect();
         // Exact names anywhere win over similar ones; the outermost level that has any counts.
         let level = |exact| (0..=MAX_DEPTH).map(move |depth| counts_at(config, depth, "", exact));
         let found = level(true).chain(level(false)).find(|counts| !counts.is_empty());
-        Self { model, counts: found.unwrap_or_default() }
+        let counts = found.unwrap_or_default().into_iter().map(|(key, count)| match count {
+            Ok(count) => Ok((key, count)),
+            Err(value) => Err(format!("{key} is {}, expected a number of experts", shown(&value))),
+        });
+        Ok(Self { model, counts: counts.collect::<Result<_, _>>()? })
     }
 
     /// A key and value that say that the model has experts.
@@ -75,44 +89,72 @@ impl Config {
     ///
     /// `layers` are the numbers of all MoE layers and `position` says which of them this is. A
     /// list is read by layer number if it is long enough for that, by position if it has an entry
-    /// per MoE layer, else not at all. A config with several counts (a model with two towers)
-    /// agrees if one of them does.
+    /// per MoE layer, else its sum must be the layer's count: some models have several groups of
+    /// experts in each layer and number them through. A config with several counts (a model with
+    /// two towers) agrees if one of them does.
     pub(super) fn disagrees(
         &self,
         layers: &[u32],
         position: usize,
         found: u64,
-    ) -> Option<(&str, u64)> {
+    ) -> Option<Disagreement> {
         let mut disagreement = None;
         for (key, count) in &self.counts {
-            let Some(stated) = count.of(layers, position) else { continue };
-            if stated == found {
-                return None;
-            }
-            disagreement.get_or_insert((key.as_str(), stated));
+            let stated = match count.of(layers, position) {
+                Stated::Nothing => continue,
+                Stated::Count(stated) if stated == found => return None,
+                Stated::Count(stated) => stated.to_string(),
+                Stated::Unfit(list) => format!(
+                    "{}, which has an entry neither per layer nor per MoE layer",
+                    shown(&Value::from(list.iter().map(|n| Value::from(*n)).collect::<Vec<_>>()))
+                ),
+            };
+            disagreement.get_or_insert_with(|| Disagreement { key: key.clone(), stated });
         }
         disagreement
     }
 
     /// Whether `count` is stated for a layer.
     pub(super) fn states(&self, layers: &[u32], position: usize, count: u64) -> bool {
-        self.counts.iter().any(|(_, stated)| stated.of(layers, position) == Some(count))
+        self.counts.iter().any(|(_, stated)| stated.of(layers, position) == Stated::Count(count))
     }
 }
 
+/// What is stated for a layer.
+#[derive(PartialEq, Eq, Debug)]
+enum Stated<'a> {
+    Nothing,
+    Count(u64),
+    /// A list whose length fits nothing.
+    Unfit(&'a [Option<u64>]),
+}
+
 impl Count {
-    fn of(&self, layers: &[u32], position: usize) -> Option<u64> {
-        match self {
-            Self::Every(count) => Some(*count),
-            Self::List(list) => {
-                let last = *layers.last()? as usize;
-                let index = match list.len() {
-                    len if len > last => *layers.get(position)? as usize,
-                    len if len == layers.len() => position,
-                    _ => return None,
-                };
-                list.get(index).copied().flatten()
-            }
+    fn of(&self, layers: &[u32], position: usize) -> Stated<'_> {
+        let list = match self {
+            Self::Every(count) => return Stated::Count(*count),
+            Self::List(list) => list,
+        };
+        let (Some(&last), Some(&layer)) = (layers.last(), layers.get(position)) else {
+            return Stated::Nothing;
+        };
+        let index = match list.len() {
+            len if len > last as usize => layer as usize,
+            len if len == layers.len() => position,
+            _ => return groups(list).map_or(Stated::Unfit(list), Stated::Count),
+        };
+        list.get(index).copied().flatten().map_or(Stated::Nothing, Stated::Count)
+    }
+
+    /// The count that a value is, or that value.
+    fn read(value: &Value) -> Result<Self, Value> {
+        let entry = |entry: &Value| match entry {
+            Value::Null => Ok(None),
+            number => number.as_u64().map(Some).ok_or_else(|| value.clone()),
+        };
+        match value {
+            Value::Array(list) => Ok(Self::List(list.iter().map(entry).collect::<Result<_, _>>()?)),
+            value => value.as_u64().map(Self::Every).ok_or_else(|| value.clone()),
         }
     }
 }
@@ -122,7 +164,7 @@ fn counts_at(
     depth: usize,
     prefix: &str,
     exact: bool,
-) -> Vec<(String, Count)> {
+) -> Vec<(String, Result<Count, Value>)> {
     let mut found = Vec::new();
     for (key, value) in config {
         let path = format!("{prefix}{key}");
@@ -130,16 +172,33 @@ fn counts_at(
             Value::Object(inner) if depth > 0 => {
                 found.extend(counts_at(inner, depth - 1, &format!("{path}."), exact));
             }
-            Value::Number(number) if depth == 0 && counts_experts(key, exact) => {
-                found.extend(number.as_u64().map(|n| (path, Count::Every(n))));
-            }
-            Value::Array(list) if depth == 0 && counts_experts(key, exact) => {
-                found.push((path, Count::List(list.iter().map(Value::as_u64).collect())));
+            Value::Null => {}
+            value if depth == 0 && counts_experts(key, exact) => {
+                let count = Count::read(value);
+                // A similar name may mean something else; only the known ones must be counts.
+                found.extend((exact || count.is_ok()).then_some((path, count)));
             }
             _ => {}
         }
     }
     found
+}
+
+/// The number of experts of a layer that has several groups of them.
+fn groups(list: &[Option<u64>]) -> Option<u64> {
+    if list.is_empty() {
+        return None;
+    }
+    list.iter().try_fold(0_u64, |sum, count| sum.checked_add((*count)?))
+}
+
+/// A value as an error shows it.
+fn shown(value: &Value) -> String {
+    let text = value.to_string();
+    match text.char_indices().nth(SHOWN_CHARS) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None => text,
+    }
 }
 
 fn counts_experts(key: &str, exact: bool) -> bool {
@@ -156,7 +215,7 @@ mod tests {
     use super::*;
 
     fn config(text: &str) -> Config {
-        Config::from_map(&serde_json::from_str(text).unwrap())
+        Config::from_map(&serde_json::from_str(text).unwrap()).unwrap()
     }
 
     #[test]
@@ -173,7 +232,7 @@ mod tests {
         ] {
             let config = config(text);
             assert_eq!(config.disagrees(&[0, 1, 2], 1, 8), None, "{text}");
-            assert!(config.disagrees(&[0, 1, 2], 1, 7).is_some_and(|(_, n)| n == 8), "{text}");
+            assert!(config.disagrees(&[0, 1, 2], 1, 7).is_some_and(|d| d.stated == "8"), "{text}");
         }
     }
 
@@ -181,10 +240,43 @@ mod tests {
     fn a_list_is_read_by_layer_or_by_position_or_not_at_all() {
         let list = config(r#"{"num_experts": [0, 4, 8]}"#);
         assert_eq!(list.disagrees(&[1, 2], 0, 4), None);
-        assert_eq!(list.disagrees(&[1, 2], 0, 8), Some(("num_experts", 4)));
+        let says = |stated: &str| Some(("num_experts".to_string(), stated.to_string()));
+        let says_of = |layers, position, found| {
+            list.disagrees(layers, position, found).map(|d| (d.key, d.stated))
+        };
+        assert_eq!(says_of(&[1, 2], 0, 8), says("4"));
         assert_eq!(list.disagrees(&[3, 5, 7], 2, 8), None);
-        assert_eq!(list.disagrees(&[3, 5, 7], 2, 4), Some(("num_experts", 8)));
-        assert_eq!(list.disagrees(&[3, 5], 1, 99), None);
+        assert_eq!(says_of(&[3, 5, 7], 2, 4), says("8"));
+        // A length that fits nothing: groups of experts, if their sum is the count.
+        assert_eq!(says_of(&[3, 5], 1, 12), None);
+        assert_eq!(says_of(&[3, 5], 1, 99), says("12"));
+        for value in ["[4,null,4]", "[]"] {
+            let list = config(&format!("{{\"num_experts\": {value}}}"));
+            let unfit = list.disagrees(&[3, 5], 1, 8).unwrap().stated;
+            assert!(unfit.starts_with(&format!("{value}, which has an entry neither")), "{unfit}");
+        }
+    }
+
+    #[test]
+    fn a_known_key_whose_value_is_no_count_is_refused_with_both() {
+        for value in
+            ["-1", "2.0", "\"2\"", "true", "{\"a\": 3}", "99999999999999999999999", "[2,[3]]"]
+        {
+            for key in ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"] {
+                for text in [
+                    format!("{{\"{key}\": {value}}}"),
+                    format!("{{\"text_config\": {{\"{key}\": {value}}}}}"),
+                    format!("{{\"{key}\": {value}, \"num_routed_experts\": 4}}"),
+                ] {
+                    let why = Config::from_map(&serde_json::from_str(&text).unwrap()).unwrap_err();
+                    assert!(why.contains(&format!("{key} is ")), "{text}: {why}");
+                }
+            }
+        }
+        let long = format!("{{\"num_experts\": \"{}\"}}", "x".repeat(1000));
+        let why = Config::from_map(&serde_json::from_str(&long).unwrap()).unwrap_err();
+        assert!(why.len() < 120, "{why}");
+        assert_eq!(config(r#"{"num_my_experts": "two"}"#).experts(), None);
     }
 
     #[test]

@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 
 use crate::layout::LayoutError;
 
-/// Why a checkpoint could not be packed. Nothing is left behind at the output path.
+/// Why a checkpoint could not be packed. Nothing is left behind at the output path, except by
+/// [`Unsynced`](Self::Unsynced).
 #[derive(Debug, thiserror::Error)]
 pub enum PackError {
     /// A system call on a file failed.
@@ -92,6 +93,16 @@ pub enum PackError {
         /// Where the index says it is.
         stated: String,
     },
+    /// A file that no shard is has experts of the model.
+    #[error("{file} holds {tensor}, and {why}: move it elsewhere, or have the index name it")]
+    Stray {
+        /// The file.
+        file: String,
+        /// An expert's tensor in it.
+        tensor: String,
+        /// Why it is none of the shards.
+        why: String,
+    },
     /// A tensor that looks like an expert's and fits no known structure.
     #[error("{tensor} looks like an expert tensor and is not understood: {why}")]
     NotUnderstood {
@@ -127,8 +138,8 @@ pub enum PackError {
     ExpertCount {
         /// The key in `config.json`.
         key: String,
-        /// Its value.
-        stated: u64,
+        /// Its value, or what it comes to.
+        stated: String,
         /// The layer's number.
         layer: u32,
         /// How many experts its tensors make.
@@ -162,6 +173,33 @@ pub enum PackError {
         path: PathBuf,
         /// Why not.
         why: String,
+    },
+    /// A worker's block cannot be allocated.
+    #[error("no memory for a block of {bytes} bytes: ask for fewer --workers")]
+    Memory {
+        /// Its length.
+        bytes: usize,
+    },
+    /// The pack was told to stop.
+    #[error("interrupted: nothing was written to {}", out.display())]
+    Interrupted {
+        /// Where the store was to be.
+        out: PathBuf,
+    },
+    /// The last step failed; unlike after every other error, the store is there.
+    #[error(
+        "the store is at {} and complete, but {} could not be synced: {source}; after a power \
+         failure the store may be gone",
+        out.display(),
+        parent.display()
+    )]
+    Unsynced {
+        /// The store.
+        out: PathBuf,
+        /// The directory that it lies in.
+        parent: PathBuf,
+        /// What the system said.
+        source: io::Error,
     },
     /// The file system is too full.
     #[error(

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use super::PackError;
-use super::config::Config;
+use super::config::{Config, Disagreement};
 use super::header::Entry;
 use super::names::{Place, Role};
 use super::source::{LayerSource, Spot, TensorSource};
@@ -90,18 +90,23 @@ impl Trees {
         }
     }
 
-    /// Lays out the main tree: the one with most MoE layers, then most layers, then first by name.
+    /// The prefix of the tree that is packed: of those with experts the one with most MoE layers,
+    /// then most layers, then the first by name.
+    pub(super) fn main(&self) -> Option<&str> {
+        let size = |tree: &Tree| (tree.moe.len(), tree.layers.len());
+        // `rev`, since of equal maxima the last is taken.
+        let main = self.0.iter().rev().max_by_key(|(_, tree)| size(tree));
+        main.filter(|(_, tree)| !tree.moe.is_empty()).map(|(prefix, _)| prefix.as_str())
+    }
+
+    /// Lays out the main tree.
     pub(super) fn records(
         self,
         path: &Path,
         config: &Config,
         chunk_bytes: u32,
     ) -> Result<Records, PackError> {
-        let size = |tree: &Tree| (tree.moe.len(), tree.layers.len());
-        // `rev`, since of equal maxima the last is taken.
-        let main = self.0.iter().rev().max_by_key(|(_, tree)| size(tree));
-        let main = main.filter(|(_, tree)| !tree.moe.is_empty()).map(|(prefix, _)| prefix.clone());
-        let Some(main) = main else { return Err(dense(path, config)) };
+        let Some(main) = self.main().map(str::to_owned) else { return Err(dense(path, config)) };
         let mut left_dense = Vec::new();
         let (mut layers, mut sources) = (Vec::new(), Vec::new());
         for (prefix, tree) in self.0 {
@@ -272,8 +277,10 @@ impl Layer {
             return Err(context.not_understood(name, why));
         }
         let (numbers, position) = (context.numbers, context.position);
-        if let Some((key, stated)) = context.config.disagrees(numbers, position, count) {
-            let (key, layer) = (key.to_string(), context.number);
+        if let Some(Disagreement { key, stated }) =
+            context.config.disagrees(numbers, position, count)
+        {
+            let layer = context.number;
             return Err(PackError::ExpertCount {
                 key,
                 stated,

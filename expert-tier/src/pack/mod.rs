@@ -32,6 +32,7 @@ use std::fs::File;
 use std::io::Write;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -40,8 +41,8 @@ pub use self::error::PackError;
 use self::source::{Content, ShardContent};
 use self::staging::{Staging, Target};
 pub use self::synthetic::SyntheticSpec;
-use self::writer::Job;
 pub(crate) use self::writer::each_worker;
+use self::writer::{Interrupt, Job};
 use crate::fingerprint::Fingerprint;
 use crate::layout::{DEFAULT_CHUNK_BYTES, ExpertLayout, LayerLayout};
 use crate::store::manifest::{self, Manifest};
@@ -55,12 +56,16 @@ pub enum Source {
     Synthetic(SyntheticSpec),
 }
 
+/// Most threads of a pack.
+pub const MAX_WORKERS: usize = 256;
+
 /// Settings of a pack.
 #[derive(Clone, Debug)]
 pub struct PackOptions {
     /// Payload bytes per checksum; part of the store, and so of its fingerprint.
     pub chunk_bytes: u32,
-    /// Threads; `None` for one per core.
+    /// Threads, at most [`MAX_WORKERS`]; `None` for one per core. Where the system gives fewer, the
+    /// pack goes on with those.
     pub workers: Option<NonZeroUsize>,
 }
 
@@ -169,7 +174,7 @@ pub struct PackSummary {
 /// The source cannot be packed; the error names the file, tensor or setting.
 pub fn plan(source: &Source, options: &PackOptions) -> Result<PackPlan, PackError> {
     let workers = options.workers.or_else(|| thread::available_parallelism().ok());
-    let workers = workers.map_or(1, NonZeroUsize::get);
+    let workers = workers.map_or(1, NonZeroUsize::get).min(MAX_WORKERS);
     match source {
         Source::Synthetic(spec) => Ok(PackPlan {
             model: "synthetic".into(),
@@ -200,22 +205,37 @@ pub fn plan(source: &Source, options: &PackOptions) -> Result<PackPlan, PackErro
 ///
 /// # Errors
 /// A file cannot be read or written. Nothing is then at `out`, and nothing is left beside it;
-/// except that where only the last step fails, syncing the directory that `out` lies in, the whole
-/// store is there and may be gone after a power failure.
+/// except for [`PackError::Unsynced`].
 pub fn run(
     plan: &PackPlan,
     out: &Path,
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<PackSummary, PackError> {
+    run_until(plan, out, progress, &AtomicBool::new(false))
+}
+
+/// As [`run`], and gives up soon after `stop` is set: a signal handler may do that.
+///
+/// # Errors
+/// As for [`run`], and [`PackError::Interrupted`] if `stop` was set before the store was whole.
+pub fn run_until(
+    plan: &PackPlan,
+    out: &Path,
+    progress: &(dyn Fn(u64) + Sync),
+    stop: &AtomicBool,
+) -> Result<PackSummary, PackError> {
     let started = Instant::now();
     let staging = Staging::create(plan.target(out)?)?;
     let (layout, content) = (&plan.layout, &plan.content);
-    let job = Job { dir: staging.path(), layout, content, workers: plan.workers, progress };
-    writer::preallocate(staging.path(), layout)?;
+    let interrupt = Interrupt { stop, out };
+    let dir = staging.path();
+    let job = Job { dir, layout, content, workers: plan.workers, progress, interrupt };
+    job.preallocate()?;
     let checksums = job.payloads()?;
     let manifest = Manifest::new(plan.model.clone(), layout.clone(), checksums.digests());
     job.headers(&manifest, &checksums)?;
     write_manifest(staging.path(), &manifest)?;
+    interrupt.check()?;
     staging.publish()?;
     Ok(PackSummary {
         fingerprint: Some(manifest.fingerprint()),

@@ -10,7 +10,9 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{
+    Access, AtFlags, CWD, FlockOperation, StatxAttributes, StatxFlags, accessat, flock, statx,
+};
 
 use super::PackError;
 
@@ -52,6 +54,15 @@ impl Target {
         let (Some(parent), Some(name)) = (resolved.parent(), resolved.file_name()) else {
             return Err(PackError::output(out, "it has no parent directory"));
         };
+        if is_mount_point(&resolved, parent) {
+            let why = format!(
+                "it is a mount point, and a store takes its place in one rename: choose a \
+                 directory in it, {} say",
+                resolved.join("store").display()
+            );
+            return Err(PackError::output(out, why));
+        }
+        check_writable(out, parent)?;
         let Some(name) = name.to_str() else {
             return Err(PackError::output(out, "its name is not UTF-8"));
         };
@@ -60,8 +71,7 @@ impl Target {
 
     /// Refuses a store of `needed` bytes where the file system has fewer available.
     pub(super) fn check_space(&self, needed: u64) -> Result<(), PackError> {
-        let existing = self.parent.ancestors().find(|dir| dir.exists());
-        let dir = existing.unwrap_or(&self.parent);
+        let dir = existing(&self.parent);
         let stat = rustix::fs::statvfs(dir)
             .map_err(|errno| PackError::io("ask for the free space of", dir)(errno.into()))?;
         let free = stat.f_bavail.saturating_mul(stat.f_frsize);
@@ -70,6 +80,29 @@ impl Target {
         }
         Ok(())
     }
+}
+
+/// The directory itself, or the nearest above it that is there already.
+fn existing(dir: &Path) -> &Path {
+    dir.ancestors().find(|dir| dir.exists()).unwrap_or(dir)
+}
+
+/// Whether a rename onto `dir` would fail because another file system begins there, or the same
+/// one once more.
+fn is_mount_point(dir: &Path, parent: &Path) -> bool {
+    let device = |path: &Path| fs::symlink_metadata(path).map(|found| found.dev()).ok();
+    let found = statx(CWD, dir, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::BASIC_STATS);
+    let marked = found.is_ok_and(|it| it.stx_attributes.contains(StatxAttributes::MOUNT_ROOT));
+    marked || device(dir).is_some_and(|of_dir| device(parent) != Some(of_dir))
+}
+
+/// Refuses a place beside which nothing can be created.
+fn check_writable(out: &Path, parent: &Path) -> Result<(), PackError> {
+    let dir = existing(parent);
+    accessat(CWD, dir, Access::WRITE_OK | Access::EXEC_OK, AtFlags::EACCESS).map_err(|errno| {
+        let (dir, error) = (dir.display(), io::Error::from(errno));
+        PackError::output(out, format!("a store is made in {dir} first, which refuses: {error}"))
+    })
 }
 
 /// A locked, private directory that is removed when dropped, unless it was published.
@@ -94,8 +127,14 @@ impl Staging {
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
                 Err(error) => return Err(PackError::io("create", &path)(error)),
             }
-            if let Some(lock) = lock_directory(&path).map_err(PackError::io("lock", &path))? {
-                return Ok(Self { target, path, lock: Some(lock) });
+            match lock_directory(&path) {
+                Ok(Some(lock)) => return Ok(Self { target, path, lock: Some(lock) }),
+                Ok(None) => {}
+                Err(error) => {
+                    // It is empty, and without a lock nobody could tell whose it is.
+                    drop(fs::remove_dir(&path));
+                    return Err(PackError::io("lock", &path)(error));
+                }
             }
         }
         let why = format!("no staging directory could be locked in {ATTEMPTS} attempts");
@@ -119,7 +158,12 @@ impl Staging {
             _ => PackError::io("rename the finished store to", &self.target.out)(error),
         })?;
         self.lock = None;
-        sync_directory(&self.target.parent)
+        let Target { out, parent, .. } = &self.target;
+        File::open(parent).and_then(|dir| dir.sync_all()).map_err(|source| PackError::Unsynced {
+            out: out.clone(),
+            parent: parent.clone(),
+            source,
+        })
     }
 }
 
@@ -228,6 +272,18 @@ mod tests {
         let error = second.publish().unwrap_err().to_string();
         assert!(error.contains("filled during the pack"), "{error}");
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_store_whose_parent_cannot_be_synced_is_said_to_be_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let out = dir.path().join("store");
+        let mut staged = staging(&out);
+        staged.target.parent = dir.path().join("gone");
+        let error = staged.publish().unwrap_err();
+        assert!(matches!(error, PackError::Unsynced { .. }) && out.is_dir(), "{error}");
+        let error = error.to_string();
+        assert!(error.contains("store and complete, but") && error.contains("gone"), "{error}");
     }
 
     #[test]

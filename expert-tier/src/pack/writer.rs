@@ -6,7 +6,7 @@
 //! and writes the block out whole. Headers are left zero: they carry the fingerprint, which
 //! exists once every checksum does, and are written in a second pass of one small write each.
 //!
-//! Memory: workers x BLOCK_BYTES, and 4 bytes per chunk of payload (0.0016 % of the store with
+//! Memory: workers x BLOCK_BYTES, of many workers BLOCKS_BYTES in all, and 4 bytes per chunk of payload (0.0016 % of the store with
 //! chunks of 256 KiB). Files: per worker one being written and those its reader keeps, and the
 //! few that wait for the flusher.
 //!
@@ -32,6 +32,8 @@ use crate::store::manifest::{ChecksumDigest, Manifest, layer_file_name};
 
 /// Bytes per write.
 const BLOCK_BYTES: usize = 4 << 20;
+/// Most bytes of all workers' blocks; above 64 workers the blocks become smaller.
+const BLOCKS_BYTES: usize = 256 << 20;
 /// Bytes read before their checksum is taken; half of a usual second-level cache.
 const PIECE_BYTES: u64 = 512 << 10;
 /// Bytes a worker writes between two requests to flush.
@@ -59,6 +61,24 @@ impl Checksums {
     }
 }
 
+/// A flag that ends a pack, and where its store would have been.
+#[derive(Clone, Copy)]
+pub(super) struct Interrupt<'a> {
+    pub(super) stop: &'a AtomicBool,
+    pub(super) out: &'a Path,
+}
+
+impl Interrupt<'_> {
+    /// Fails once the flag is set.
+    pub(super) fn check(&self) -> Result<(), PackError> {
+        // Relaxed: the flag guards no other data.
+        match self.stop.load(Ordering::Relaxed) {
+            true => Err(PackError::Interrupted { out: self.out.into() }),
+            false => Ok(()),
+        }
+    }
+}
+
 /// What the workers of one pack share.
 pub(super) struct Job<'a> {
     /// The directory that receives the files.
@@ -71,9 +91,27 @@ pub(super) struct Job<'a> {
     pub(super) workers: usize,
     /// Told of bytes as they are written, from any worker.
     pub(super) progress: &'a (dyn Fn(u64) + Sync),
+    /// Asked before every block.
+    pub(super) interrupt: Interrupt<'a>,
 }
 
 impl Job<'_> {
+    /// Creates the files at their final lengths, so that a full disk shows before any work.
+    pub(super) fn preallocate(&self) -> Result<(), PackError> {
+        for layer in self.layout.layers() {
+            self.interrupt.check()?;
+            let path = self.dir.join(layer_file_name(layer.layer()));
+            let file = File::create_new(&path).map_err(PackError::io("create", &path))?;
+            let bytes = layer.stride() * u64::from(layer.experts());
+            let allocated = match fallocate(&file, FallocateFlags::empty(), 0, bytes) {
+                Err(Errno::OPNOTSUPP | Errno::NOSYS) => file.set_len(bytes),
+                other => other.map_err(Into::into),
+            };
+            allocated.map_err(PackError::io("allocate", &path))?;
+        }
+        Ok(())
+    }
+
     /// Writes every payload; the headers' places stay zero.
     pub(super) fn payloads(&self) -> Result<Checksums, PackError> {
         let queue = Queue::new(self.layout);
@@ -81,7 +119,7 @@ impl Job<'_> {
         let checksums = Mutex::new(self.layout.layers().iter().map(empty).collect::<Vec<_>>());
         let (flush, requests) = mpsc::channel();
         thread::scope(|scope| {
-            let flusher = scope.spawn(|| flush_all(requests));
+            let flusher = thread::Builder::new().spawn_scoped(scope, || flush_all(requests));
             let stop = AtomicBool::new(false);
             let work = || {
                 let done = self.work(&queue, &stop, &checksums, flush.clone());
@@ -92,7 +130,8 @@ impl Job<'_> {
             };
             let outcomes = each_worker(self.workers, &work);
             drop(flush);
-            let flushed = join(flusher);
+            // Without the thread nothing is flushed early; the sync at the end is what counts.
+            let flushed = flusher.map_or(Ok(()), join);
             outcomes.into_iter().collect::<Result<(), _>>()?;
             flushed
         })?;
@@ -107,7 +146,7 @@ impl Job<'_> {
         flush: mpsc::Sender<(PathBuf, Arc<File>)>,
     ) -> Result<(), PackError> {
         let mut reader = self.content.reader();
-        let mut buffer = vec![0; BLOCK_BYTES];
+        let mut buffer = block(BLOCK_BYTES.min(BLOCKS_BYTES / self.workers.max(1)))?;
         let mut previous = None;
         let mut since_flush = 0;
         while let Some(run) = queue.claim(previous)
@@ -123,7 +162,8 @@ impl Job<'_> {
             since_flush += layer.stride() * u64::from(run.experts.end - run.experts.start);
             if since_flush >= FLUSH_BYTES {
                 since_flush = 0;
-                // The flusher ends early only with an error, which is reported when it is joined.
+                // There may be no flusher, or it ended with an error that is reported when it is
+                // joined.
                 let _ = flush.send((path, file));
             }
             previous = Some(run.layer);
@@ -147,6 +187,7 @@ impl Job<'_> {
             blocks.zeros(layer.header_bytes())?;
             let mut done = 0;
             while done < payload_bytes {
+                self.interrupt.check()?;
                 let piece = blocks.space((payload_bytes - done).min(PIECE_BYTES))?;
                 reader.read(layer, run.layer, expert, done, piece)?;
                 crcs.update(piece);
@@ -189,6 +230,7 @@ impl Job<'_> {
         let file = open_layer_file(&path)?;
         let mut header = vec![0; layer.header_bytes() as usize];
         for expert in 0..layer.experts() {
+            self.interrupt.check()?;
             let identity = RecordIdentity::new(&manifest.fingerprint(), layer, expert);
             encode_header(&identity, checksums.record(index, layer, expert), &mut header);
             let at = u64::from(expert) * layer.stride();
@@ -198,19 +240,11 @@ impl Job<'_> {
     }
 }
 
-/// Creates the files at their final lengths, so that a full disk shows before any work.
-pub(super) fn preallocate(dir: &Path, layout: &ExpertLayout) -> Result<(), PackError> {
-    for layer in layout.layers() {
-        let path = dir.join(layer_file_name(layer.layer()));
-        let file = File::create_new(&path).map_err(PackError::io("create", &path))?;
-        let bytes = layer.stride() * u64::from(layer.experts());
-        let allocated = match fallocate(&file, FallocateFlags::empty(), 0, bytes) {
-            Err(Errno::OPNOTSUPP | Errno::NOSYS) => file.set_len(bytes),
-            other => other.map_err(Into::into),
-        };
-        allocated.map_err(PackError::io("allocate", &path))?;
-    }
-    Ok(())
+fn block(bytes: usize) -> Result<Vec<u8>, PackError> {
+    let mut block = Vec::new();
+    block.try_reserve_exact(bytes).map_err(|_| PackError::Memory { bytes })?;
+    block.resize(bytes, 0);
+    Ok(block)
 }
 
 fn open_layer_file(path: &Path) -> Result<File, PackError> {
@@ -372,11 +406,25 @@ fn flush_all(requests: mpsc::Receiver<(PathBuf, Arc<File>)>) -> Result<(), PackE
     Ok(())
 }
 
-/// Runs `work` on `workers` threads and waits for all of them.
+/// Runs `work` on `workers` threads, this one among them, and waits for all of them.
+///
+/// Where the system gives fewer threads, those do the work: it must be such that any number can.
 pub(crate) fn each_worker<T: Send>(workers: usize, work: &(impl Fn() -> T + Sync)) -> Vec<T> {
     thread::scope(|scope| {
-        let threads: Vec<_> = (0..workers.max(1)).map(|_| scope.spawn(work)).collect();
-        threads.into_iter().map(join).collect()
+        let start = |_| thread::Builder::new().spawn_scoped(scope, work);
+        let mut threads = Vec::new();
+        for started in (1..workers).map(start) {
+            match started {
+                Ok(thread) => threads.push(thread),
+                Err(error) => {
+                    let threads = threads.len() + 1;
+                    tracing::warn!("cannot start a thread: {error}; going on with {threads}");
+                    break;
+                }
+            }
+        }
+        let own = work();
+        std::iter::once(own).chain(threads.into_iter().map(join)).collect()
     })
 }
 

@@ -17,7 +17,7 @@ use crate::account::Accounts;
 use crate::arena::{Free, Slot};
 use crate::error::{Bound, FetchError, FetchFailure};
 use crate::store::manifest::Manifest;
-use crate::tier::{Completion, Fetched, Source, Ticket, TierKind};
+use crate::tier::{Outcome, Source, Ticket, TierKind};
 
 pub(super) struct Desk {
     pub(super) options: TcpOptions,
@@ -137,7 +137,7 @@ impl Desk {
         drop(state);
         if let Some(Pending { call, slot }) = waiting {
             let key = call.key();
-            self.fail(call, FetchError::Cancelled { key }, Some(slot));
+            self.fail(&call, FetchError::Cancelled { key }, Some(slot));
         }
     }
 
@@ -233,7 +233,7 @@ impl Desk {
         let waiting = std::mem::take(&mut self.lock().waiting);
         for Pending { call, slot } in waiting {
             let (key, backend) = (call.key(), TierKind::Rdma);
-            self.fail(call, FetchError::Closed { key, backend }, Some(slot));
+            self.fail(&call, FetchError::Closed { key, backend }, Some(slot));
         }
     }
 
@@ -312,23 +312,17 @@ impl Desk {
         call.may_retry(&self.options)
     }
 
-    /// Hands a record to its caller.
-    pub(super) fn succeed(&self, call: Call, fetched: Fetched) {
+    /// Hands its end to a request's caller, unless that was told before.
+    pub(super) fn complete(&self, call: &Call, outcome: Outcome) {
         if !call.told {
-            self.accounts.fetched(call.identity.payload_bytes, call.submitted.elapsed());
-            let (ticket, key) = (call.ticket, call.key());
-            call.queue.push(Completion { ticket, key, outcome: Ok(fetched) });
+            self.accounts.count(&outcome, call.submitted.elapsed());
+            call.queue.push_outcome(call.ticket, call.key(), outcome);
         }
     }
 
-    /// Hands a failure to its caller, who may have been told already.
-    pub(super) fn fail(&self, call: Call, error: FetchError, slot: Option<Slot<Free>>) {
-        if !call.told {
-            self.accounts.failed(&error);
-            let (ticket, key) = (call.ticket, call.key());
-            let outcome = Err(FetchFailure { error: Box::new(error), slot });
-            call.queue.push(Completion { ticket, key, outcome });
-        }
+    /// Hands a failure to a request's caller, unless that was told before.
+    pub(super) fn fail(&self, call: &Call, error: FetchError, slot: Option<Slot<Free>>) {
+        self.complete(call, Outcome::Failed(FetchFailure { error: Box::new(error), slot }));
     }
 
     fn end(&self, Ended { call, slot, why }: Ended) {
@@ -341,7 +335,7 @@ impl Desk {
                 FetchError::Unreachable { key, peer, reason, attempts }
             }
         };
-        self.fail(call, error, slot);
+        self.fail(&call, error, slot);
     }
 
     fn end_all(&self, ended: Vec<Ended>) {

@@ -47,7 +47,9 @@ use railset::BackoffSettings;
 use crate::error::{FetchError, FetchFailure};
 use crate::fingerprint::Fingerprint;
 use crate::store::manifest::Manifest;
-use crate::tier::{self, Completion, CompletionQueue, ExpertTier, FetchRequest, Ticket, TierKind};
+use crate::tier::{
+    self, Completion, CompletionQueue, ExpertTier, FetchRequest, Outcome, Ticket, TierKind,
+};
 use crate::wire::Secret;
 use crate::wire::handshake::Goal;
 use call::{Call, Pending};
@@ -199,8 +201,9 @@ impl ExpertTier for TcpTier {
                     continue;
                 }
             };
-            self.desk.accounts.failed(&refused.error);
-            queue.push(Completion { ticket, key, outcome: Err(refused) });
+            let outcome = Outcome::Failed(refused);
+            self.desk.accounts.count(&outcome, submitted.elapsed());
+            queue.push_outcome(ticket, key, outcome);
         }
         self.desk.dispatch();
     }
@@ -210,17 +213,12 @@ impl ExpertTier for TcpTier {
     }
 
     fn poll(&self, queue: &CompletionQueue, wait: Duration) -> Option<Completion> {
-        // Streams may all be busy connecting; the caller's own wait then watches the bounds.
-        let until = tier::after(wait);
-        loop {
-            let left = until.saturating_duration_since(Instant::now());
-            if let Some(completion) = queue.pop(left.min(TICK)) {
-                return Some(completion);
-            }
-            self.desk.expire();
-            if left.is_zero() {
-                return queue.pop(Duration::ZERO);
-            }
-        }
+        // Streams may all be busy connecting.
+        tier::pop_and_look(wait, TICK, |wait| queue.pop(wait), || self.desk.expire())
+    }
+
+    #[cfg(feature = "unverified")]
+    fn poll_landed(&self, queue: &CompletionQueue, wait: Duration) -> Option<tier::Landed> {
+        tier::pop_and_look(wait, TICK, |wait| queue.pop_landed(wait), || self.desk.expire())
     }
 }

@@ -14,8 +14,9 @@ use super::call::{Call, Pending};
 use super::desk::Desk;
 use super::dial::DialError;
 use super::links::{DrainSaid, LinkEnd};
-use crate::arena::{Filling, Slot};
-use crate::error::{FetchError, FetchFailure};
+use crate::arena::{Filling, Judged, Rejected, Slot};
+use crate::error::FetchError;
+use crate::tier::{Fetched, Outcome, Source, TierKind};
 use crate::wire::frame::{FrameHeader, FrameType, HEADER_BYTES, MAX_TEXT_BYTES, Status};
 use crate::wire::handshake::Goal;
 
@@ -141,7 +142,7 @@ impl Receiver<'_> {
                 let (key, needed) = (call.key(), refused.needed_bytes);
                 let capacity = refused.slot.capacity();
                 let error = FetchError::SlotTooSmall { key, needed, capacity };
-                self.desk.fail(call, error, Some(refused.slot));
+                self.desk.fail(&call, error, Some(refused.slot));
                 return Err(LinkEnd::Broken(format!("no slot for {key}")));
             }
         };
@@ -167,36 +168,39 @@ impl Receiver<'_> {
     /// The whole record is in the slot: a residency if it is the right one.
     fn judge(&self, call: Call, slot: Slot<Filling>) {
         let desk = self.desk;
-        let judged = desk.accounts.judge(slot, &desk.manifest, || desk.options.peer.clone());
-        match judged {
-            Ok(fetched) => desk.succeed(call, fetched),
-            Err(failure) => self.reject(call, failure),
-        }
+        let outcome = match slot.judge(&desk.manifest) {
+            Judged::Record(residency) => {
+                Outcome::Fetched(Fetched { residency, source: Source::Tcp })
+            }
+            Judged::Rejected(rejected) => return self.reject(call, rejected),
+            #[cfg(feature = "unverified")]
+            Judged::Unchecked(unchecked) => Outcome::Unchecked(unchecked),
+        };
+        desk.complete(&call, outcome);
     }
 
     /// Sends the request once more, while it has attempts left.
-    fn reject(&self, call: Call, failure: FetchFailure) {
-        let key = call.key();
-        let FetchFailure { error, slot } = failure;
-        if let FetchError::Mismatch { mismatch, .. } = &*error {
-            // A record that is damaged at the peer fails at every attempt of every fetch.
-            let so_far = self.desk.count_rejection();
-            if so_far <= 8 || so_far.is_power_of_two() {
-                tracing::warn!(%key, %mismatch, peer = %self.desk.options.peer, so_far,
-                    "a record was rejected");
-            }
-            if let Some(slot) = slot {
-                if self.desk.may_retry(&call) {
-                    self.desk.retry(Pending { call, slot });
-                    return;
-                }
-                let cancelled = FetchError::Cancelled { key };
-                let error = if call.cancelled { cancelled } else { *error };
-                self.desk.fail(call, error, Some(slot));
-                return;
-            }
+    fn reject(&self, call: Call, rejected: Rejected) {
+        let (desk, key) = (self.desk, call.key());
+        // A record that is damaged at the peer fails at every attempt of every fetch.
+        let so_far = desk.count_rejection();
+        if so_far <= 8 || so_far.is_power_of_two() {
+            tracing::warn!(%key, mismatch = %rejected.mismatch, peer = %desk.options.peer, so_far,
+                "a record was rejected");
         }
-        self.desk.fail(call, *error, slot);
+        desk.accounts.count_mismatch();
+        let Rejected { slot, mismatch, .. } = rejected;
+        if desk.may_retry(&call) {
+            desk.retry(Pending { call, slot });
+            return;
+        }
+        let error = if call.cancelled {
+            FetchError::Cancelled { key }
+        } else {
+            let (backend, origin) = (TierKind::Rdma, desk.options.peer.clone());
+            FetchError::Mismatch { key, backend, origin, mismatch }
+        };
+        desk.fail(&call, error, Some(slot));
     }
 
     fn refused(&self, header: &FrameHeader, pending: Pending) -> Result<(), LinkEnd> {
@@ -216,7 +220,7 @@ impl Receiver<'_> {
         }
         self.desk.whole(self.index, &mut call);
         let (key, peer) = (call.key(), self.desk.options.peer.clone());
-        self.desk.fail(call, FetchError::Peer { key, peer, status, text }, Some(slot));
+        self.desk.fail(&call, FetchError::Peer { key, peer, status, text }, Some(slot));
         Ok(())
     }
 

@@ -30,6 +30,44 @@ pub trait Harness: Send + Sync {
     fn close(&mut self);
 }
 
+/// A backend over a store, and whatever must outlive it: a peer's process, say.
+pub struct Backed<T, K = ()> {
+    // In this order: the backend goes before what it stands on, as in a runtime.
+    tier: Option<T>,
+    _keep: K,
+    store: TestStore,
+}
+
+impl<T> Backed<T> {
+    /// A backend that needs nothing but its store.
+    #[must_use]
+    pub fn new(store: TestStore, tier: T) -> Self {
+        Self::keeping((), store, tier)
+    }
+}
+
+impl<T, K> Backed<T, K> {
+    /// A backend that also needs `keep`.
+    #[must_use]
+    pub fn keeping(keep: K, store: TestStore, tier: T) -> Self {
+        Self { tier: Some(tier), _keep: keep, store }
+    }
+}
+
+impl<T: ExpertTier, K: Send + Sync> Harness for Backed<T, K> {
+    fn tier(&self) -> &dyn ExpertTier {
+        self.tier.as_ref().expect("the backend has not been closed")
+    }
+
+    fn store(&self) -> &TestStore {
+        &self.store
+    }
+
+    fn close(&mut self) {
+        self.tier = None;
+    }
+}
+
 /// Makes a `#[test]` of every clause of the contract; `$make` builds a fresh [`Harness`].
 #[macro_export]
 macro_rules! contract_suite {

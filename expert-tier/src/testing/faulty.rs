@@ -118,4 +118,9 @@ impl<T: ExpertTier> ExpertTier for FaultyTier<T> {
     fn poll(&self, queue: &CompletionQueue, wait: Duration) -> Option<Completion> {
         self.inner.poll(queue, wait)
     }
+
+    #[cfg(feature = "unverified")]
+    fn poll_landed(&self, queue: &CompletionQueue, wait: Duration) -> Option<crate::tier::Landed> {
+        self.inner.poll_landed(queue, wait)
+    }
 }

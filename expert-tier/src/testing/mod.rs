@@ -10,4 +10,4 @@ mod store;
 
 pub use faulty::{Fault, FaultyTier};
 pub use meters::Meters;
-pub use store::{TestStore, small_arena, tiny_manifest};
+pub use store::{TestStore, small_arena, sound_record, tiny_manifest};

@@ -11,6 +11,7 @@ use crate::dtype::Dtype;
 use crate::key::ExpertKey;
 use crate::layout::{ExpertLayout, ExpertRecordSpec, LayerLayout, TensorSpec};
 use crate::pack::{SyntheticSpec, pack_synthetic};
+use crate::record::{RecordIdentity, encode_header};
 use crate::store::ExpertStore;
 use crate::store::manifest::{Manifest, layer_file_name};
 
@@ -92,6 +93,18 @@ impl TestStore {
         file.read_exact_at(&mut byte, at).expect("a byte of the record");
         file.write_all_at(&[byte[0] ^ 0x10], at).expect("a byte of the record");
     }
+}
+
+/// The record of `identity` with this payload, sound to the last checksum.
+#[must_use]
+pub fn sound_record(identity: &RecordIdentity, payload: &[u8]) -> Vec<u8> {
+    assert_eq!(payload.len() as u64, identity.payload_bytes, "the identity's payload");
+    let chunk = usize::try_from(identity.chunk_bytes).expect("a small chunk");
+    let crcs: Vec<u32> = payload.chunks(chunk).map(crc32fast::hash).collect();
+    let mut record = vec![0; usize::try_from(identity.header_bytes()).expect("a small header")];
+    encode_header(identity, &crcs, &mut record);
+    record.extend_from_slice(payload);
+    record
 }
 
 /// An arena of `slots` slots for records up to 1 MiB.
