@@ -69,3 +69,36 @@ fn the_store_format_lists_the_bits_of_every_element_type() {
     }
     assert_eq!(listed, 22);
 }
+
+/// Every test, and every file, that the table of invariants cites.
+#[test]
+fn the_tests_that_the_architecture_cites_exist() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let text = include_str!("../ARCHITECTURE.md");
+    let mut sources = String::new();
+    let folders = ["tests", "expert-tier/src", "expert-tier/tests", "gpu-sys/src", "gpu-sys/tests"];
+    for folder in folders {
+        read_sources(&root.join(folder), &mut sources);
+    }
+    let rows = text.lines().filter(|line| line.starts_with("| I"));
+    for cited in
+        rows.flat_map(|row| row.rsplit('|').nth(1).unwrap_or("").split('`').skip(1).step_by(2))
+    {
+        let found = match cited.contains('/') {
+            true => root.join(cited).exists(),
+            false => sources.contains(&format!("fn {cited}(")),
+        };
+        assert!(found, "ARCHITECTURE.md cites {cited}, which is not there");
+    }
+}
+
+fn read_sources(folder: &Path, into: &mut String) {
+    for entry in fs::read_dir(folder).expect("a folder of the repository") {
+        let path = entry.expect("an entry").path();
+        if path.is_dir() {
+            read_sources(&path, into);
+        } else if path.extension().is_some_and(|kind| kind == "rs") {
+            into.push_str(&fs::read_to_string(path).expect("a source file"));
+        }
+    }
+}
