@@ -11,6 +11,7 @@ use std::time::Duration;
 use anyhow::anyhow;
 use expert_peer::cli::{HostPort, UsageError, read_secret, store_error};
 use expert_tier::arena::{ArenaError, ArenaOptions, ExpertArena};
+use expert_tier::checker::{MAX_CHECK_THREADS, default_check_threads};
 use expert_tier::fingerprint::Fingerprint;
 use expert_tier::layout::ExpertLayout;
 use expert_tier::posix::{PosixOptions, PosixTier};
@@ -63,6 +64,10 @@ pub(crate) struct BackendArgs {
     /// How often one request is sent before it fails [default: 3] [env: METRALE_EXPERT_ATTEMPTS]
     #[arg(long = "expert-attempts", visible_alias = "attempts", value_name = "N")]
     attempts: Option<u32>,
+    /// Threads that check what has arrived while more arrives, 0 to 64; 0 checks on the receiving
+    /// thread [default: a quarter of the cores, at most 4] [env: METRALE_EXPERT_CHECK_THREADS]
+    #[arg(long = "expert-check-threads", visible_alias = "check-threads", value_name = "N")]
+    check_threads: Option<u32>,
     /// Pinned memory for fetched records: bytes, or 512MiB, 2G [default: what the records asked
     /// for need, at most 256 MiB and what the locked-memory limit leaves]
     /// [env: METRALE_EXPERT_ARENA_BYTES]
@@ -202,6 +207,12 @@ impl BackendArgs {
             deadline: self.deadline()?,
             total: Duration::from_millis(total_ms),
             connect: Duration::from_millis(connect_ms),
+            check_threads: number(
+                self.check_threads,
+                &env::EXPERT_CHECK_THREADS,
+                0..=MAX_CHECK_THREADS,
+                default_check_threads(),
+            )?,
             attempts: number(self.attempts, &env::EXPERT_ATTEMPTS, 1..=100, 3)?,
             secret: self.secret.read()?,
             fingerprint: setting(self.fingerprint, &env::EXPERT_FINGERPRINT)?,

@@ -12,13 +12,21 @@ use expert_tier::wire::Secret;
 use peer_support::process::Peer;
 
 fn make<T>(streams: u32, wrap: impl FnOnce(TcpTier) -> T) -> Backed<T, Peer> {
+    // Defaults but for the streams: the contract must hold as users run it.
+    make_with(|options| options.streams = streams, wrap)
+}
+
+fn make_with<T>(
+    change: impl FnOnce(&mut TcpOptions),
+    wrap: impl FnOnce(TcpTier) -> T,
+) -> Backed<T, Peer> {
     let store = TestStore::mixed(1);
     let secret: PathBuf = store.scratch().join("secret");
     std::fs::write(&secret, "the secret of the contract's tests\n").expect("a file of ours");
     let peer = Peer::start_with(&store.path(), &[], Some(&secret));
     let secret = Some(Secret::read(&secret).expect("long enough"));
-    // Defaults but for the streams: the contract must hold as users run it.
-    let options = TcpOptions { streams, secret, ..TcpOptions::new(peer.address()) };
+    let mut options = TcpOptions { secret, ..TcpOptions::new(peer.address()) };
+    change(&mut options);
     let tier = TcpTier::connect(options).expect("a peer that listens");
     Backed::keeping(peer, store, wrap(tier))
 }
@@ -29,6 +37,10 @@ mod tcp_over_one_stream {
 
 mod tcp_over_four_streams {
     expert_tier::contract_suite!(|| super::make(4, |tier| tier));
+}
+
+mod tcp_checked_while_more_arrives {
+    expert_tier::contract_suite!(|| super::make_with(|o| o.check_threads = 2, |tier| tier));
 }
 
 mod faulty_without_faults_over_tcp {

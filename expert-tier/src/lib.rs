@@ -53,6 +53,7 @@
 
 mod account;
 pub mod arena;
+pub mod checker;
 mod direct;
 pub mod dtype;
 pub mod error;
@@ -62,6 +63,7 @@ pub mod key;
 pub mod layout;
 mod owed;
 pub mod pack;
+mod pieces;
 pub mod posix;
 pub mod record;
 pub mod residency;

@@ -145,7 +145,7 @@ fn add_event(end: &mut LeaseEnd, event: Event) {
     match end {
         // Once lost, no event brings it back.
         LeaseEnd::Never => {}
-        LeaseEnd::Now | LeaseEnd::Shared => *end = LeaseEnd::After(vec![event]),
+        LeaseEnd::Now | LeaseEnd::Shared | LeaseEnd::LastOut => *end = LeaseEnd::After(vec![event]),
         LeaseEnd::After(events) => {
             // Keeps the list as short as there are streams at work, however often a long lease is
             // cloned and released. An event that errs is kept for the pool to see.

@@ -62,6 +62,9 @@ variables! {
         "Longest time to look up the peer's address, connect and shake hands.";
     EXPERT_ATTEMPTS: "3", "sends, 1-100",
         "How often one request is sent before it fails.";
+    EXPERT_CHECK_THREADS: "a quarter of the cores, at most 4", "threads, 0-64",
+        "Threads that check what has arrived while more arrives; 0 checks on the receiving thread, \
+         which is faster where both ends share two cores.";
     EXPERT_ARENA_BYTES: "what the records asked for need, at most 256 MiB and what the locked-memory \
                          limit leaves", "bytes, or 512MiB, 2G",
         "Pinned memory for fetched records: limits how many are held at once; at least one record.";

@@ -1,7 +1,28 @@
-//! Paths to a peer, and when to try one again. Pure logic: nothing here does I/O.
+//! Rails: paths to a peer over RDMA devices.
+//!
+//! | module | what it decides |
+//! |---|---|
+//! | [`facts`] | nothing: what a host has, as plain data |
+//! | [`choose`] | which device, port and GID, and why |
+//! | [`pairing`] | which of the peer's rails with which of our own |
+//! | [`message`], [`table`], [`wire`] | the bytes of both ends' messages |
+//! | [`handshake`] | how both ends agree on queue pairs and a table |
+//! | [`health`], [`Backoff`] | which rails are up, and when to try the others |
+//!
+//! All of it is pure logic: nothing does I/O or reads a clock.
 
 #![forbid(unsafe_code)]
 
 mod backoff;
+pub mod choose;
+pub mod facts;
+pub mod handshake;
+pub mod health;
+pub mod message;
+pub mod pairing;
+pub mod table;
+#[cfg(test)]
+mod testing;
+pub mod wire;
 
 pub use backoff::{Backoff, BackoffSettings};

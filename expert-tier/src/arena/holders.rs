@@ -21,6 +21,11 @@ impl Holders {
         assert!(before < u32::MAX / 2, "two thousand million clones of one lease");
     }
 
+    /// Whether the caller, who is one, is the only one; it then sees everything that others did.
+    pub(super) fn is_one(&self) -> bool {
+        self.0.load(Ordering::Acquire) == 1
+    }
+
     /// One holder fewer; true for the last, which sees everything that the others did.
     pub(super) fn leave(&self) -> bool {
         if self.0.fetch_sub(1, Ordering::Release) != 1 {

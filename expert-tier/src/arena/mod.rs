@@ -20,6 +20,7 @@
 mod holders;
 mod memory;
 mod options;
+mod parts;
 mod pool;
 mod slot;
 mod sync;
@@ -35,6 +36,9 @@ use gpu_sys::limits::Bytes;
 use gpu_sys::pinned::{NumaPlacement, PageKind, PinError, PinnedOptions, PinnedPages};
 
 pub use options::{ArenaOptions, CudaUse, DEFAULT_DRAIN_WAIT, MAX_SLOTS, SlabPlan};
+#[cfg(test)]
+use parts::Part;
+pub(crate) use parts::{Gathered, LandedPart, Parted};
 pub use pool::SlotCounts;
 pub(crate) use slot::Judged;
 #[cfg(feature = "unverified")]
@@ -44,6 +48,7 @@ pub use slot::{Filling, Free, Ready, Rejected, Slot, TooSmall};
 use crate::direct::ring::Region;
 use holders::Holders;
 use memory::ArenaMemory;
+use parts::PartsState;
 use pool::{Fence, FenceState, Pool};
 
 /// Between two looks at a device that is being waited for at the arena's end.
@@ -161,7 +166,9 @@ impl ExpertArena {
             (Err(no_device), _) => (None, no_device.reason()),
         };
         let counts: Vec<u32> = plans.iter().map(|plan| plan.slots).collect();
+        let slots = counts.iter().map(|&n| n as usize).sum();
         let arena = Self(Arc::new(ArenaInner {
+            parts: ArenaInner::no_parts(slots),
             pool: Pool::new(&counts),
             leases: counts.iter().flat_map(|&n| 0..n).map(|_| LeaseState::none()).collect(),
             slabs: lay_out(&plans),
@@ -331,8 +338,10 @@ pub(crate) enum LeaseEnd {
     After(Vec<Event>),
     /// It is not used again: a device may read it, and there is no telling until when.
     Never,
-    /// Nothing: somebody else holds the lease as well.
+    /// Nothing: somebody else holds the slot or the lease as well.
     Shared,
+    /// It is free if nobody else holds it: a record is arriving in parts.
+    LastOut,
 }
 
 /// What the arena keeps of each slot's lease.
@@ -342,9 +351,10 @@ struct LeaseState {
     end: Mutex<LeaseEnd>,
 }
 
-/// What [`MAX_SLOTS`] promises of each slot: a lease, a place among the fenced and one among the
-/// free.
-const _: () = assert!(size_of::<LeaseState>() + pool::BYTES_PER_SLOT <= 128);
+/// What [`MAX_SLOTS`] promises of each slot: a lease, the sums of its parts (without the sums
+/// themselves: four bytes for each 256 KiB), a place among the fenced and one among the free.
+const _: () =
+    assert!(size_of::<LeaseState>() + size_of::<PartsState>() + pool::BYTES_PER_SLOT <= 192);
 
 impl LeaseState {
     fn none() -> Self {
@@ -356,6 +366,8 @@ struct ArenaInner {
     pool: Pool<Event>,
     /// One per slot.
     leases: Box<[LeaseState]>,
+    /// One per slot.
+    parts: Box<[PartsState]>,
     /// Ascending by slot size and by first slot.
     slabs: Vec<Slab>,
     // Dropped by hand: leaked while a device may read it.
@@ -391,7 +403,10 @@ impl ArenaInner {
             LeaseEnd::Now => self.pool.put(slot, slab),
             LeaseEnd::After(events) => self.pool.put_after(slot, slab, events),
             LeaseEnd::Never => self.pool.quarantine(slot),
-            LeaseEnd::Shared => {}
+            LeaseEnd::LastOut if self.leases[slot as usize].holders.leave() => {
+                self.pool.put(slot, slab);
+            }
+            LeaseEnd::Shared | LeaseEnd::LastOut => {}
         }
     }
 

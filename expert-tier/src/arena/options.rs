@@ -8,7 +8,7 @@ use gpu_sys::pinned::{HugePages, NumaPlacement};
 use super::ArenaError;
 use crate::layout::{ExpertLayout, STRIDE_ALIGN};
 
-/// Most slots in an arena: at most 128 bytes of bookkeeping each, so 128 MiB in all.
+/// Most slots in an arena: at most 192 bytes of bookkeeping each, so 192 MiB in all.
 pub const MAX_SLOTS: u32 = 1 << 20;
 /// How long a stream that cannot be marked, or the device at the arena's end, is waited for.
 pub const DEFAULT_DRAIN_WAIT: Duration = Duration::from_secs(10);

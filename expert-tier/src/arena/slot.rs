@@ -28,19 +28,19 @@ use crate::store::manifest::Manifest;
 
 /// A place for one record in an arena; `S` is [`Free`], [`Filling`] or [`Ready`].
 pub struct Slot<S> {
-    hold: Hold,
-    state: S,
+    pub(super) hold: Hold,
+    pub(super) state: S,
 }
 
 /// The slot holds nothing.
 #[derive(Debug)]
 pub struct Free {
     /// Whether what arrives next is checked.
-    check: Checking,
+    pub(super) check: Checking,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Checking {
+pub(super) enum Checking {
     On,
     #[cfg(feature = "unverified")]
     Off,
@@ -130,7 +130,7 @@ impl<S> Slot<S> {
         self.hold.arena.slab_of(self.hold.slot).slot_bytes as u64
     }
 
-    fn become_free(self) -> Slot<Free> {
+    pub(super) fn become_free(self) -> Slot<Free> {
         Slot { hold: self.hold, state: Free { check: Checking::On } }
     }
 }
@@ -149,6 +149,17 @@ impl Slot<Free> {
     pub fn without_check(mut self) -> Self {
         self.state.check = Checking::Off;
         self
+    }
+
+    /// The record of `identity`, which is here to the last byte and was found right.
+    pub(super) fn into_ready(self, identity: RecordIdentity) -> Slot<Ready> {
+        Slot { hold: self.hold, state: Ready { identity } }
+    }
+
+    /// A record that nobody was to look at.
+    #[cfg(feature = "unverified")]
+    pub(super) fn into_unchecked(self, identity: RecordIdentity) -> Judged {
+        Judged::Unchecked(Unchecked { slot: self, identity })
     }
 
     /// Makes ready to receive the record of `identity`.
@@ -344,15 +355,15 @@ impl<S: fmt::Debug> fmt::Debug for Slot<S> {
 }
 
 /// One slot number, taken from the pool and given back once.
-struct Hold {
-    arena: Arc<ArenaInner>,
-    slot: u32,
-    end: LeaseEnd,
+pub(super) struct Hold {
+    pub(super) arena: Arc<ArenaInner>,
+    pub(super) slot: u32,
+    pub(super) end: LeaseEnd,
 }
 
 impl Hold {
     /// The slot's bytes `from..to` as a range of the arena's memory.
-    fn range(&self, from: usize, to: usize) -> Range<usize> {
+    pub(super) fn range(&self, from: usize, to: usize) -> Range<usize> {
         let start = self.arena.offset_of(self.slot);
         start + from..start + to
     }
@@ -361,6 +372,12 @@ impl Hold {
 /// A change of a lease's end is one assignment or one push, so a poisoned lock guards sound data.
 fn lock(end: &Mutex<LeaseEnd>) -> MutexGuard<'_, LeaseEnd> {
     end.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl fmt::Debug for Hold {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Hold({})", self.slot)
+    }
 }
 
 impl Drop for Hold {

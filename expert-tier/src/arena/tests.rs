@@ -225,3 +225,94 @@ fn the_summary_says_what_was_got() {
         assert!(text.contains(part), "{part:?} is not in {text}");
     }
 }
+
+/// Writes `record` to a part, all of it.
+fn land(mut part: Part, record: &[u8]) -> LandedPart {
+    let range = part.range();
+    part.spare(0).write_copy_of_slice(&record[range]);
+    part.landed()
+}
+
+fn begin_parted(arena: &ExpertArena, identity: RecordIdentity) -> Slot<Parted> {
+    arena.try_acquire(identity.record_bytes()).unwrap().begin_parted(identity).unwrap()
+}
+
+fn parts(slot: &mut Slot<Parted>, most: usize) -> Vec<Part> {
+    std::iter::from_fn(|| slot.part(most)).collect()
+}
+
+#[test]
+fn parts_make_a_record_in_any_order_and_on_any_thread() {
+    let (arena, manifest) = (arena(&[(16_384, 1)]), manifest());
+    let identity = manifest.identity(ExpertKey::new(3, 5)).unwrap();
+    let record = record(&identity);
+    for most in [1, 4096, 9000, usize::MAX] {
+        let mut slot = begin_parted(&arena, identity);
+        let parts = parts(&mut slot, most);
+        let gathered = std::thread::scope(|scope| {
+            for part in parts.into_iter().rev() {
+                let record = &record;
+                scope.spawn(move || land(part, record).check());
+            }
+            slot.wait_gathered(|| false)
+        });
+        let Judged::Record(residency) = gathered.judge(&manifest) else { panic!("in {most}s") };
+        assert_eq!(residency.payload(), &record[identity.header_bytes() as usize..]);
+    }
+    assert_eq!(arena.free_slots(), 1);
+}
+
+#[test]
+fn a_record_with_a_part_that_never_landed_is_short() {
+    let (arena, manifest) = (arena(&[(16_384, 1)]), manifest());
+    let identity = manifest.identity(ExpertKey::new(3, 5)).unwrap();
+    let record = record(&identity);
+    // So that the right bytes are there from before.
+    let mut slot = begin_parted(&arena, identity);
+    parts(&mut slot, 4096).into_iter().for_each(|part| land(part, &record).check());
+    drop(slot);
+    for missing in 0..2 {
+        let mut slot = begin_parted(&arena, identity);
+        for (index, part) in parts(&mut slot, 4096).into_iter().enumerate() {
+            let landed = (index != missing).then(|| land(part, &record));
+            landed.into_iter().for_each(LandedPart::check);
+        }
+        let judged = slot.gather().expect("every part is gone").judge(&manifest);
+        let Judged::Rejected(rejected) = judged else { panic!("part {missing}") };
+        assert!(matches!(rejected.mismatch, Mismatch::Short { .. }), "{}", rejected.mismatch);
+    }
+    assert_eq!(arena.free_slots(), 1);
+}
+
+#[test]
+fn a_flipped_bit_in_a_part_is_no_residency() {
+    let (arena, manifest) = (arena(&[(16_384, 1)]), manifest());
+    let identity = manifest.identity(ExpertKey::new(3, 0)).unwrap();
+    let good = record(&identity);
+    for at in (0..good.len()).step_by(97) {
+        let mut bad = good.clone();
+        bad[at] ^= 0x10;
+        let mut slot = begin_parted(&arena, identity);
+        parts(&mut slot, 4096).into_iter().for_each(|part| land(part, &bad).check());
+        let judged = slot.gather().unwrap().judge(&manifest);
+        assert!(matches!(judged, Judged::Rejected(_)), "byte {at}");
+        drop(judged);
+        assert_eq!(arena.free_slots(), 1);
+    }
+}
+
+#[test]
+fn a_slot_with_a_part_out_is_neither_judged_nor_given_out() {
+    let (arena, manifest) = (arena(&[(16_384, 1)]), manifest());
+    let identity = manifest.identity(ExpertKey::new(3, 5)).unwrap();
+    let mut slot = begin_parted(&arena, identity);
+    let mut parts = parts(&mut slot, 4096);
+    let last = parts.pop().unwrap();
+    drop(parts);
+    let slot = slot.gather().unwrap_err();
+    drop(slot);
+    assert_eq!(arena.free_slots(), 0, "somebody may still write to it");
+    drop(last);
+    assert_eq!(arena.free_slots(), 1);
+    assert!(arena.try_acquire(1).is_some());
+}

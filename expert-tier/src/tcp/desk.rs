@@ -14,7 +14,8 @@ use super::dial::{DialError, Dialler};
 use super::links::{Arriving, DrainSaid, Ended, LinkEnd, State, Why, shut};
 use super::{LOOK, TcpOptions};
 use crate::account::Accounts;
-use crate::arena::{Free, Slot};
+use crate::arena::{Free, LandedPart, Slot};
+use crate::checker::Checker;
 use crate::error::{Bound, FetchError, FetchFailure};
 use crate::store::manifest::Manifest;
 use crate::tier::{Outcome, Source, Ticket, TierKind};
@@ -24,6 +25,7 @@ pub(super) struct Desk {
     pub(super) dialler: Dialler,
     pub(super) manifest: Arc<Manifest>,
     pub(super) accounts: Accounts,
+    pub(super) checker: Checker<LandedPart>,
     state: Mutex<State>,
     /// Rung when the backend closes; streams wait on it between attempts to connect.
     closed: Condvar,
@@ -39,6 +41,7 @@ impl Desk {
         options: TcpOptions,
         dialler: Dialler,
         manifest: Arc<Manifest>,
+        checker: Checker<LandedPart>,
         streams: usize,
     ) -> Self {
         Self {
@@ -46,6 +49,7 @@ impl Desk {
             dialler,
             manifest,
             accounts: Accounts::new(TierKind::Rdma, Source::Tcp),
+            checker,
             state: Mutex::new(State::new(streams)),
             closed: Condvar::new(),
             reconnects: AtomicU64::new(0),

@@ -44,6 +44,7 @@ use std::time::{Duration, Instant};
 
 use railset::BackoffSettings;
 
+use crate::checker::{Checker, MAX_CHECK_THREADS, default_check_threads};
 use crate::error::{FetchError, FetchFailure};
 use crate::fingerprint::Fingerprint;
 use crate::store::manifest::Manifest;
@@ -81,6 +82,9 @@ pub struct TcpOptions {
     pub total: Duration,
     /// Longest time to look up the peer's address, connect and shake hands.
     pub connect: Duration,
+    /// Threads that check what has arrived while more arrives, 0 to [`MAX_CHECK_THREADS`]; with 0
+    /// a stream's own thread does. See [`default_check_threads`].
+    pub check_threads: u32,
     /// How often one request may be sent, 1 or more.
     pub attempts: u32,
     /// Waits between attempts to reconnect.
@@ -102,6 +106,7 @@ impl TcpOptions {
             deadline: Duration::from_secs(2),
             total: Duration::from_secs(30),
             connect: Duration::from_secs(1),
+            check_threads: default_check_threads(),
             attempts: 3,
             backoff: BackoffSettings::default(),
             secret: None,
@@ -129,7 +134,10 @@ impl TcpTier {
         tracing::info!(peer = %options.peer, fingerprint = %manifest.fingerprint(),
             model = manifest.model(), records = manifest.layout().records(), "attached");
         let streams = options.streams.clamp(1, MAX_STREAMS);
-        let desk = Arc::new(Desk::new(options, dialler, manifest, streams as usize));
+        let threads = options.check_threads.min(MAX_CHECK_THREADS);
+        let checker = Checker::start("tcp-check", threads)
+            .map_err(|source| DialError::Thread { what: "check records", source })?;
+        let desk = Arc::new(Desk::new(options, dialler, manifest, checker, streams as usize));
         let mut tier = Self { desk, threads: Vec::new() };
         let mut first = Some(socket);
         for index in 0..streams as usize {

@@ -14,14 +14,14 @@ use super::call::{Call, Pending};
 use super::desk::Desk;
 use super::dial::DialError;
 use super::links::{DrainSaid, LinkEnd};
-use crate::arena::{Filling, Judged, Rejected, Slot};
+use crate::arena::{Gathered, Judged, Parted, Rejected, Slot};
 use crate::error::FetchError;
 use crate::tier::{Fetched, Outcome, Source, TierKind};
 use crate::wire::frame::{FrameHeader, FrameType, HEADER_BYTES, MAX_TEXT_BYTES, Status};
 use crate::wire::handshake::Goal;
 
-/// Bytes per receive: a piece this large amortises the system call and is checked in the cache.
-const PIECE_BYTES: usize = 256 * 1024;
+/// Bytes per receive: a part this large amortises the system call and is checked in the cache.
+const PART_BYTES: usize = 256 * 1024;
 
 /// Runs until the backend is closed.
 pub(super) fn run(desk: &Desk, index: usize, first: Option<TcpStream>) {
@@ -135,7 +135,7 @@ impl Receiver<'_> {
             self.desk.put_back(self.index, Pending { call, slot });
             return Err(LinkEnd::Broken(reason));
         }
-        let mut slot = match slot.begin(call.identity) {
+        let mut slot = match slot.begin_parted(call.identity) {
             Ok(slot) => slot,
             Err(refused) => {
                 // `submit` compared the sizes, so this cannot happen to a request on the desk.
@@ -146,7 +146,9 @@ impl Receiver<'_> {
                 return Err(LinkEnd::Broken(format!("no slot for {key}")));
             }
         };
-        match self.fill_slot(&mut slot, &mut call) {
+        let filled = self.fill_slot(&mut slot, &mut call);
+        let slot = slot.wait_gathered(|| self.desk.checker.help());
+        match filled {
             Ok(()) => {
                 self.desk.whole(self.index, &mut call);
                 self.judge(call, slot);
@@ -166,7 +168,7 @@ impl Receiver<'_> {
     }
 
     /// The whole record is in the slot: a residency if it is the right one.
-    fn judge(&self, call: Call, slot: Slot<Filling>) {
+    fn judge(&self, call: Call, slot: Slot<Gathered>) {
         let desk = self.desk;
         let outcome = match slot.judge(&desk.manifest) {
             Judged::Record(residency) => {
@@ -233,20 +235,22 @@ impl Receiver<'_> {
 
     /// Receives a record; all of it must have come a deadline after it became due. One whose own
     /// time is over is received all the same: the stream is sound, and the next answer is behind.
-    fn fill_slot(&self, slot: &mut Slot<Filling>, call: &mut Call) -> Result<(), LinkEnd> {
+    fn fill_slot(&self, slot: &mut Slot<Parted>, call: &mut Call) -> Result<(), LinkEnd> {
         let since = self.desk.head_since(self.index);
-        while slot.remaining() > 0 {
-            let spare = slot.spare();
-            let piece = spare.len().min(PIECE_BYTES);
-            let received = rustix::net::recv(self.socket, &mut spare[..piece], RecvFlags::WAITALL);
-            match received.map(|(filled, _)| filled.0.len()) {
-                Ok(0) => return Err(self.closed()),
-                Ok(count) => slot.advance(count),
-                Err(error) => self.judge_errno(error)?,
+        while let Some(mut part) = slot.part(PART_BYTES) {
+            let (mut done, len) = (0, part.range().len());
+            while done < len {
+                let received = rustix::net::recv(self.socket, part.spare(done), RecvFlags::WAITALL);
+                match received.map(|(filled, _)| filled.0.len()) {
+                    Ok(0) => return Err(self.closed()),
+                    Ok(count) => done += count,
+                    Err(error) => self.judge_errno(error)?,
+                }
+                if (done < len || slot.uncut() > 0) && self.is_late(call, since) {
+                    return Err(LinkEnd::Stalled);
+                }
             }
-            if slot.remaining() > 0 && self.is_late(call, since) {
-                return Err(LinkEnd::Stalled);
-            }
+            self.desk.checker.give(part.landed());
         }
         Ok(())
     }

@@ -1,0 +1,54 @@
+//! Which device, port and GID a rail uses, and why.
+//!
+//! Every row of every port's GID table is judged; what cannot carry a rail is passed over with a
+//! reason. Of the others the first in this order is taken:
+//!
+//! 1. its address is the one from which the kernel would reach the peer's rail;
+//! 2. it is on the same network interface as that address;
+//! 3. nothing is known of the route;
+//! 4. the route leaves from another RDMA port (two rails in one subnet look like this);
+//! 5. the route leaves from something that is no RDMA port: taken only where nothing else is.
+//!
+//! Within a group IPv4 link-local addresses come last, then IPv6 where the peer's family is not
+//! known, then the lowest port and index. A GID is never taken for its index alone, and an
+//! IPv6 link-local one never on Ethernet: the peer could not answer it.
+
+mod error;
+mod explain;
+mod spec;
+mod survey;
+mod wish;
+
+use std::net::IpAddr;
+
+use crate::facts::DeviceFacts;
+
+pub use error::ChooseError;
+pub use explain::{Choice, Explanation, PassedOver, Reason, Routed};
+pub use spec::{Address, RailIdentity, RailSpec, Target};
+pub(crate) use survey::{Candidate, Survey};
+pub use wish::{Asker, Wish, WishError};
+
+/// The best usable GID.
+///
+/// `target` is the peer's end, where it is known already, and `source` the local address from
+/// which the kernel would send to it.
+///
+/// # Errors
+/// [`ChooseError`] says why there is none, what there is, and which setting to change.
+pub fn choose(
+    devices: &[DeviceFacts],
+    asker: Asker,
+    wish: &Wish,
+    target: Option<&Target>,
+    source: Option<IpAddr>,
+) -> Result<Choice, ChooseError> {
+    let survey = Survey::of(devices, wish, target, source);
+    match survey.usable.first() {
+        Some(best) => Ok(survey.choice(best, wish)),
+        None => Err(survey.error(devices, asker, wish)),
+    }
+}
+
+#[cfg(test)]
+mod tests;

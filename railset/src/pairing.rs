@@ -1,0 +1,370 @@
+//! Which of the peer's rails a client uses, and which of its own for each.
+//!
+//! A client uses two rails where both sides have two, else one. Two that share a port of one device
+//! or an address, on either side, are one: using both would halve nothing and double the work, so
+//! the second is passed over, or refused where the user asked for two.
+//!
+//! The pairs are found by search over all of them, best first (see [`choose`](crate::choose)):
+//! eight offers and a host's few ports are a few hundred pairs.
+
+use std::fmt;
+use std::net::IpAddr;
+use std::str::FromStr;
+
+use crate::choose::{
+    Asker, Candidate, Choice, ChooseError, RailIdentity, RailSpec, Routed, Survey, Target, Wish,
+    choose,
+};
+use crate::facts::DeviceFacts;
+use crate::message::{MAX_RAILS, OfferedRail};
+
+/// How many rails a client uses (`METRALE_EXPERT_DUAL_RAIL`).
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum DualRail {
+    /// As many as both sides have, at most two.
+    #[default]
+    Auto,
+    /// One, whatever there is.
+    One,
+    /// Two, or none.
+    Two,
+}
+
+/// A value that is neither `0` nor `1`.
+#[derive(Debug, thiserror::Error, Clone, Copy, PartialEq, Eq)]
+#[error("neither 1, for two rails, nor 0, for one")]
+pub struct DualRailError;
+
+impl FromStr for DualRail {
+    type Err = DualRailError;
+
+    fn from_str(text: &str) -> Result<Self, DualRailError> {
+        match text {
+            "0" => Ok(Self::One),
+            "1" => Ok(Self::Two),
+            _ => Err(DualRailError),
+        }
+    }
+}
+
+/// What a client's user asked for.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct RailWishes {
+    /// How many rails.
+    pub dual: DualRail,
+    /// The first rail's and the second rail's local end. A wish for the second asks for two rails,
+    /// unless `dual` says one.
+    pub rails: [Wish; 2],
+}
+
+/// An offered rail and the local end chosen for it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct RailPair {
+    /// The peer's end.
+    pub offered: OfferedRail,
+    /// The local end, and why.
+    pub local: Choice,
+}
+
+impl fmt::Display for RailPair {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let OfferedRail { device, port, gid, .. } = &self.offered;
+        write!(f, "to the peer's {device} port {port} ({gid}) from {}", self.local)
+    }
+}
+
+/// Why there is no second rail.
+#[derive(Debug, thiserror::Error, Clone, PartialEq, Eq)]
+pub enum OneRail {
+    /// The user said so.
+    #[error("METRALE_EXPERT_DUAL_RAIL is 0")]
+    Wished,
+    /// The peer has one.
+    #[error("the peer offers one rail: start it with --rail twice, or connect its second port")]
+    PeerOffersOne,
+    /// The peer's rails are one.
+    #[error("the peer's {first} and {second} are one port or one address, so one rail")]
+    OnePeerRail {
+        /// A device of the peer.
+        first: String,
+        /// Another, or the same.
+        second: String,
+    },
+    /// Only one local rail is usable.
+    #[error("both rails would leave from {device} port {port}, so they are one")]
+    OneLocalRail {
+        /// The local device.
+        device: String,
+        /// Its port.
+        port: u8,
+    },
+    /// No second rail has a route.
+    #[error("the route to the peer's second rail leaves from no RDMA port of this host")]
+    NotRouted,
+    /// The second rail's own wish, or its search, found nothing.
+    #[error("the second rail: {0}")]
+    Choose(#[from] ChooseError),
+}
+
+/// No rail, or not two, could be paired.
+#[derive(Debug, thiserror::Error, Clone, PartialEq, Eq)]
+pub enum PairError {
+    /// The peer's offer and the routes do not belong together; the driver's fault.
+    #[error("{offered} rails are offered and {sources} routes were looked up")]
+    Sources {
+        /// Rails of the offer.
+        offered: usize,
+        /// Routes given.
+        sources: usize,
+    },
+    /// No local rail reaches any of the peer's.
+    #[error(transparent)]
+    Choose(#[from] ChooseError),
+    /// Two were asked for.
+    #[error(
+        "two rails are asked for, and there is one: {0}; METRALE_EXPERT_DUAL_RAIL=0 makes do with \
+         it"
+    )]
+    TwoWanted(OneRail),
+}
+
+/// The rails of a client.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Pairing {
+    /// One or two pairs.
+    pub pairs: Vec<RailPair>,
+    /// Why there is no second one, if there is none.
+    pub one_rail: Option<OneRail>,
+}
+
+impl fmt::Display for Pairing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (number, pair) in self.pairs.iter().enumerate() {
+            let comma = if number == 0 { "" } else { " | " };
+            write!(f, "{comma}rail {number} {pair}")?;
+        }
+        match &self.one_rail {
+            Some(why) => write!(f, " | one rail: {why}"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl OfferedRail {
+    /// The peer's end, as a local rail is chosen for it.
+    #[must_use]
+    pub fn target(&self) -> Target {
+        Target { link_layer: self.link_layer, gid: self.gid, lid: self.lid }
+    }
+
+    /// The names under which two rails are one.
+    #[must_use]
+    pub fn identity(&self) -> RailIdentity {
+        RailIdentity { node_guid: self.node_guid, port: self.port, gid: self.gid }
+    }
+}
+
+/// A local end for an offered rail.
+struct Way<'a> {
+    offered: usize,
+    survey: &'a Survey,
+    candidate: &'a Candidate,
+}
+
+impl Way<'_> {
+    fn pair(&self, offered: &[OfferedRail], wish: &Wish) -> RailPair {
+        let local = self.survey.choice(self.candidate, wish);
+        RailPair { offered: offered[self.offered].clone(), local }
+    }
+
+    fn spec(&self) -> &RailSpec {
+        &self.candidate.spec
+    }
+
+    fn routed(&self) -> Routed {
+        self.candidate.rank.routed
+    }
+}
+
+/// Pairs the peer's rails with local ones.
+///
+/// `sources` has, for each offered rail, the local address from which the kernel would send to it,
+/// where that is known.
+///
+/// # Errors
+/// [`PairError`]: no rail at all, or one where two were asked for.
+pub fn pair(
+    offered: &[OfferedRail],
+    devices: &[DeviceFacts],
+    sources: &[Option<IpAddr>],
+    wishes: &RailWishes,
+) -> Result<Pairing, PairError> {
+    if offered.is_empty() || sources.len() != offered.len() {
+        return Err(PairError::Sources { offered: offered.len(), sources: sources.len() });
+    }
+    let (distinct, same) = distinct(offered);
+    let surveys = |wish: &Wish| -> Vec<(usize, Survey)> {
+        let survey =
+            |at: usize| (at, Survey::of(devices, wish, Some(&offered[at].target()), sources[at]));
+        distinct.iter().map(|at| survey(*at)).collect()
+    };
+    let [wish1, wish2] = &wishes.rails;
+    let surveys1 = surveys(wish1);
+    let firsts = ways(&surveys1);
+    let Some(first) = firsts.first() else {
+        let error = |(_, survey): &(usize, Survey)| survey.error(devices, Asker::Rail1, wish1);
+        return Err(surveys1.first().map_or(ChooseError::NoDevice, error).into());
+    };
+    let is_two_wanted =
+        wishes.dual == DualRail::Two || (wishes.dual == DualRail::Auto && !wish2.is_empty());
+    let surveys2 = surveys(wish2);
+    let seconds = ways(&surveys2);
+    let second = match (wishes.dual, distinct.len(), same) {
+        (DualRail::One, ..) => Err(OneRail::Wished),
+        (_, 1, Some((one, other))) => Err(OneRail::OnePeerRail {
+            first: offered[one].device.clone(),
+            second: offered[other].device.clone(),
+        }),
+        (_, 1, None) => Err(OneRail::PeerOffersOne),
+        _ => match surveys2.first() {
+            Some((_, survey)) if seconds.is_empty() => {
+                Err(survey.error(devices, Asker::Rail2, wish2).into())
+            }
+            _ => two(&firsts, &seconds, is_two_wanted),
+        },
+    };
+    match second {
+        Ok((first, second)) => {
+            let pairs = vec![first.pair(offered, wish1), second.pair(offered, wish2)];
+            Ok(Pairing { pairs, one_rail: None })
+        }
+        Err(why) if is_two_wanted => Err(PairError::TwoWanted(why)),
+        Err(why) => Ok(Pairing { pairs: vec![first.pair(offered, wish1)], one_rail: Some(why) }),
+    }
+}
+
+/// The offered rails without those that are one with an earlier one, and the first such two.
+fn distinct(offered: &[OfferedRail]) -> (Vec<usize>, Option<(usize, usize)>) {
+    let (mut distinct, mut same) = (Vec::<usize>::new(), None);
+    for (at, rail) in offered.iter().enumerate() {
+        let identity = rail.identity();
+        match distinct.iter().find(|one| offered[**one].identity().is_same(&identity)) {
+            Some(one) => same = same.or(Some((*one, at))),
+            None => distinct.push(at),
+        }
+    }
+    (distinct, same)
+}
+
+/// Every offered rail with the best GID of every local port for it, best first.
+fn ways(surveys: &[(usize, Survey)]) -> Vec<Way<'_>> {
+    let mut all: Vec<Way<'_>> = Vec::new();
+    for (offered, survey) in surveys {
+        let from = all.len();
+        for candidate in &survey.usable {
+            let port = |spec: &RailSpec| (spec.device.clone(), spec.port);
+            let is_known = |way: &Way<'_>| port(way.spec()) == port(&candidate.spec);
+            if !all[from..].iter().any(is_known) {
+                all.push(Way { offered: *offered, survey, candidate });
+            }
+        }
+    }
+    all.sort_by_key(|way| {
+        let rank = way.candidate.rank;
+        (rank.routed, rank.is_ipv4_link_local, rank.is_ipv6, way.offered, rank)
+    });
+    all
+}
+
+/// The best two that go together: those whose worse one has the better route, then the first ones.
+fn two<'a, 'b>(
+    firsts: &'a [Way<'b>],
+    seconds: &'a [Way<'b>],
+    is_two_wanted: bool,
+) -> Result<(&'a Way<'b>, &'a Way<'b>), OneRail> {
+    let is_two = |first: &Way<'_>, second: &Way<'_>| {
+        let identity = second.spec().identity();
+        first.offered != second.offered && !first.spec().identity().is_same(&identity)
+    };
+    let both = firsts.iter().flat_map(|first| seconds.iter().map(move |second| (first, second)));
+    let best = both
+        .filter(|(first, second)| is_two(first, second))
+        .min_by_key(|(first, second)| first.routed().max(second.routed()));
+    match (best, firsts.first()) {
+        // Unasked, a rail that the kernel would not use is not tried: it would cost every
+        // connection a time-out.
+        (Some((first, second)), _)
+            if !is_two_wanted && first.routed().max(second.routed()) == Routed::Elsewhere =>
+        {
+            Err(OneRail::NotRouted)
+        }
+        (Some(two), _) => Ok(two),
+        (None, Some(first)) => {
+            let RailSpec { device, port, .. } = first.spec().clone();
+            Err(OneRail::OneLocalRail { device, port })
+        }
+        (None, None) => Err(OneRail::PeerOffersOne),
+    }
+}
+
+/// The rails that a peer serves: the wished ones, or one for each active port.
+///
+/// # Errors
+/// No wish can be kept, two are one rail, there are more than [`MAX_RAILS`], or nothing is usable.
+pub fn serve_rails(devices: &[DeviceFacts], wishes: &[Wish]) -> Result<Vec<Choice>, ServeError> {
+    if wishes.len() > MAX_RAILS {
+        return Err(ServeError::TooMany { found: wishes.len() });
+    }
+    let mut rails: Vec<Choice> = Vec::new();
+    for wish in wishes {
+        let choice = choose(devices, Asker::Peer, wish, None, None)?;
+        let identity = choice.spec.identity();
+        if let Some(one) = rails.iter().find(|rail| rail.spec.identity().is_same(&identity)) {
+            let (first, second) = (one.spec.to_string(), choice.spec.to_string());
+            return Err(ServeError::OneRail { first, second });
+        }
+        rails.push(choice);
+    }
+    if !wishes.is_empty() {
+        return Ok(rails);
+    }
+    let nothing = Wish::default();
+    let survey = Survey::of(devices, &nothing, None, None);
+    for candidate in &survey.usable {
+        let identity = candidate.spec.identity();
+        let is_known = rails.iter().any(|rail| rail.spec.identity().is_same(&identity));
+        if !is_known && rails.len() < MAX_RAILS {
+            rails.push(survey.choice(candidate, &nothing));
+        }
+    }
+    if rails.is_empty() {
+        return Err(survey.error(devices, Asker::Peer, &nothing).into());
+    }
+    Ok(rails)
+}
+
+/// A peer cannot have the rails it should.
+#[derive(Debug, thiserror::Error, Clone, PartialEq, Eq)]
+pub enum ServeError {
+    /// No rail, or not the wished one.
+    #[error(transparent)]
+    Choose(#[from] ChooseError),
+    /// Two flags name one rail.
+    #[error("--rail names one rail twice: {first} and {second} share a port or an address")]
+    OneRail {
+        /// The first.
+        first: String,
+        /// The second.
+        second: String,
+    },
+    /// More flags than rails are allowed.
+    #[error("--rail is given {found} times, allowed are {MAX_RAILS}")]
+    TooMany {
+        /// How many.
+        found: usize,
+    },
+}
+
+#[cfg(test)]
+#[path = "pairing_tests.rs"]
+mod tests;

@@ -1,0 +1,203 @@
+//! Both machines against each other, over a link that delays, cuts up and breaks.
+//!
+//! Everything is decided by one seed and bounded by a number of steps, so a failure is a seed.
+
+mod hostile;
+mod world;
+
+use std::sync::Arc;
+
+use proptest::prelude::*;
+use railset::facts::Mtu;
+use railset::handshake::client::{ClientSettings, ClientWaits};
+use railset::handshake::peer::PeerWaits;
+use railset::message::{Kind, MAX_QPS_PER_RAIL};
+use railset::pairing::{DualRail, RailWishes};
+
+use world::{Link, World, shapes, table};
+
+#[test]
+fn two_ends_come_up_on_two_rails_with_the_smaller_mtu_and_depth() {
+    let mut world = World::new();
+    world.devices[0].ports[0].active_mtu = Mtu::B4096;
+    world.devices[1].ports[0].active_mtu = Mtu::B512;
+    world.devices[0].initiator_depth = 4;
+    world.devices[1].initiator_depth = 200;
+    world.run(Link::default()).unwrap();
+    world.assert_ready();
+    let agreed: Vec<_> = world.client_ups.iter().map(|up| (up.index, up.mtu, up.depth)).collect();
+    assert_eq!(agreed, [(0, Mtu::B1024, 4), (1, Mtu::B512, 16)]);
+    let theirs: Vec<_> = world.peer_ups.iter().map(|up| (up.index, up.mtu, up.depth)).collect();
+    assert_eq!(theirs, agreed, "both ends agree");
+    let place = world.client.table().unwrap().place(1, 2, 1).unwrap();
+    assert_eq!((place.address, place.rkey), (0x2000_0000 + 3 * 8192, 21));
+}
+
+#[test]
+fn each_end_connects_to_the_other_ends_numbers() {
+    let mut world = World::new();
+    world.settings(ClientSettings { queue_pairs: 4, ..ClientSettings::default() });
+    world.run(Link::default()).unwrap();
+    for rail in 0..2 {
+        assert_eq!(world.client_ups[rail].remote, world.peer_ends[rail]);
+        assert_eq!(world.peer_ups[rail].remote, world.client_ends[rail]);
+        assert_eq!(world.peer_ends[rail].len(), 4);
+    }
+}
+
+#[test]
+fn a_client_takes_as_many_queue_pairs_as_the_peer_allows() {
+    let mut world = World::new();
+    let queue_pairs = MAX_QPS_PER_RAIL as u8;
+    world.settings(ClientSettings { queue_pairs, ..ClientSettings::default() });
+    world.run(Link::default()).unwrap();
+    world.assert_ready();
+    assert_eq!(world.client_ends[0].len(), 8);
+}
+
+#[test]
+fn one_rail_is_enough_and_gets_its_own_columns() {
+    let mut world = World::new();
+    let wishes = RailWishes {
+        dual: DualRail::One,
+        rails: ["rxe1".parse().unwrap(), railset::choose::Wish::default()],
+    };
+    world.settings(ClientSettings { wishes, ..ClientSettings::default() });
+    world.run(Link::default()).unwrap();
+    world.assert_ready();
+    assert_eq!(world.peer.rails(), [1]);
+    let table = world.client.table().unwrap();
+    assert_eq!(table.place(0, 0, 0).unwrap().rkey, 20, "the second offered rail's key");
+    assert_eq!(table.place(0, 0, 1), None);
+}
+
+#[test]
+fn newer_tables_are_taken_up_in_order_and_acknowledged() {
+    let mut world = World::new();
+    assert_eq!(world.peer.update(&table(4)), Ok(Vec::new()), "nobody has a table yet");
+    world.run(Link::default()).unwrap();
+    for generation in [5, 9, 10] {
+        let actions = world.peer.update(&table(generation)).unwrap();
+        world.peer_does(actions).unwrap();
+    }
+    assert_eq!(world.peer.waits_for(), PeerWaits::TableAck);
+    world.run(Link::default()).unwrap();
+    world.assert_ready();
+    assert_eq!(world.client.table().unwrap().generation(), 10);
+    assert_eq!(world.peer.acknowledged(), Some(10));
+    assert_eq!(world.acknowledged, [3, 5, 9, 10]);
+    let error = world.peer.update(&table(10)).unwrap_err().to_string();
+    assert!(error.contains("generation 10 follows one of generation 10"), "{error}");
+}
+
+#[test]
+fn a_client_that_never_acknowledges_is_given_up() {
+    let mut world = World::new();
+    world.run(Link::default()).unwrap();
+    let mut generation = 3;
+    let error = loop {
+        generation += 1;
+        assert!(generation < 1000, "bounded");
+        if let Err(error) = world.peer.update(&table(generation)) {
+            break error.to_string();
+        }
+    };
+    assert!(error.contains("has not acknowledged the last 64 tables"), "{error}");
+    assert_eq!(world.peer.waits_for(), PeerWaits::Failed);
+}
+
+#[test]
+fn a_link_that_breaks_leaves_both_ends_waiting_for_something_named() {
+    let total = {
+        let mut world = World::new();
+        world.run(Link::default()).unwrap();
+        world.carried
+    };
+    let mut seen = Vec::new();
+    for cut in 0..total {
+        let mut world = World::new();
+        world.run(Link { cut: Some(cut), ..Link::default() }).unwrap();
+        let waits = (world.client.waits_for(), world.peer.waits_for());
+        assert!(!world.is_ready(), "cut after {cut} of {total} bytes");
+        assert_ne!(waits.0, ClientWaits::Failed);
+        assert_ne!(waits.1, PeerWaits::Failed);
+        if !seen.contains(&waits) {
+            seen.push(waits);
+        }
+    }
+    let stages = [
+        (ClientWaits::Offer, PeerWaits::Request),
+        (ClientWaits::Offer, PeerWaits::Connect),
+        (ClientWaits::Connected, PeerWaits::Connect),
+        (ClientWaits::Connected, PeerWaits::TableAck),
+        (ClientWaits::Table, PeerWaits::TableAck),
+        (ClientWaits::Nothing, PeerWaits::TableAck),
+    ];
+    assert_eq!(seen, stages);
+    assert_eq!(ClientWaits::Connected.name(), "the peer's Connected");
+}
+
+proptest! {
+    #[test]
+    fn any_delay_and_any_cutting_up_gives_the_same_end(seed: u64) {
+        let mut world = World::new();
+        world.run(Link { seed: Some(seed), ..Link::default() }).unwrap();
+        world.assert_ready();
+        prop_assert_eq!(&world.client_ups[1].remote, &world.peer_ends[1]);
+    }
+
+    #[test]
+    fn no_byte_changed_on_the_way_makes_either_end_panic(at in 0_usize..2000, value: u8) {
+        let mut world = World::new();
+        let _ = world.run(Link { change: Some((at, value)), ..Link::default() });
+        if let Some(table) = world.client.table() {
+            for (layer, shape) in shapes().iter().enumerate() {
+                for expert in 0..shape.experts {
+                    let _ = table.place(layer, expert, 1);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn random_messages_at_any_stage_are_refused_or_harmless(
+        stop in 0_usize..900,
+        kind in 0_usize..6,
+        body in proptest::collection::vec(any::<u8>(), 0..300),
+        is_client: bool,
+    ) {
+        let mut world = World::new();
+        world.run(Link { cut: Some(stop), ..Link::default() }).unwrap();
+        let kind = Kind::ALL[kind];
+        if is_client {
+            let _ = world.client.on_message(kind, &body);
+        } else {
+            let _ = world.peer.on_message(kind, &body);
+        }
+    }
+}
+
+#[test]
+fn a_failed_machine_takes_nothing_more() {
+    let mut world = World::new();
+    world.client.on_message(Kind::Table, &[]).unwrap_err();
+    world.peer.on_message(Kind::Table, &[]).unwrap_err();
+    assert_eq!(world.client.waits_for(), ClientWaits::Failed);
+    let error = world.client.on_message(Kind::Offer, &[]).unwrap_err().to_string();
+    assert!(error.contains("the handshake has failed"), "{error}");
+    let error = world.client.on_up().unwrap_err().to_string();
+    assert!(error.contains("on_up was called"), "{error}");
+    let error = world.peer.on_created(&[], &table(3)).unwrap_err().to_string();
+    assert!(error.contains("on_created was called"), "{error}");
+    assert!(world.peer.update(&table(3)).is_err());
+}
+
+#[test]
+fn one_offer_serves_many_clients() {
+    let mut first = World::new();
+    let mut second = World::with_rails(Arc::clone(&first.rails));
+    first.run(Link::default()).unwrap();
+    second.run(Link::default()).unwrap();
+    first.assert_ready();
+    second.assert_ready();
+}
