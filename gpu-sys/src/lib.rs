@@ -9,3 +9,5 @@ pub mod env;
 pub mod limits;
 pub mod pinned;
 pub mod usage;
+#[cfg(metrale_rdma_verbs)]
+pub mod verbs;

@@ -110,6 +110,14 @@ impl fmt::Display for LockLimit {
     }
 }
 
+/// Bytes that this process has pinned for devices (`VmPin` in `/proc/self/status`): RDMA
+/// registrations count there, against `RLIMIT_MEMLOCK`, and apart from what `mlock` has locked.
+#[must_use]
+pub fn pinned_bytes() -> u64 {
+    let status = read(Path::new("/proc/self/status"));
+    status.as_deref().and_then(|text| parse_meminfo(text, "VmPin")).unwrap_or(0)
+}
+
 /// How much memory can still be taken, and what sets that bound.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Available {

@@ -1,0 +1,50 @@
+//! RDMA verbs behind owners: devices, registrations, completion queues and queue pairs.
+//!
+//! Three layers. `ffi` names the symbols of libibverbs and nothing else does. The types here own
+//! what the library gives out, each holds what it was made from, and `Drop` gives it back in the
+//! right order. Everything above speaks of rails, slots and experts.
+//!
+//! The promises:
+//!
+//! * A buffer in flight is not addressable: it goes in with its request ([`Post`]) and comes back
+//!   with the request's completion ([`QueuePair::settle`]), also when the request failed or was
+//!   flushed.
+//! * A registration goes before the memory it covers; if that fails, the memory is leaked
+//!   ([`MemoryRegion`]).
+//! * Bring-up is a change of type: [`PreparedQueuePair`] cannot post, [`QueuePair`] can.
+//! * Nothing here blocks without a bound, and nothing on the path of a request allocates once its
+//!   queues have been filled once.
+//!
+//! Nothing is needed to build this. Where libibverbs is not installed, [`Library::open`] says what
+//! to install.
+
+mod completion;
+mod context;
+mod error;
+mod events;
+mod ffi;
+mod flight;
+mod library;
+mod memory;
+mod port;
+mod post;
+mod queue_pair;
+mod receive;
+mod settings;
+mod work;
+
+pub use completion::{CompletionChannel, CompletionQueue, Completions, WorkCompletion};
+pub use context::{Context, DeviceLimits};
+pub use error::{ConnectError, DeregError, PostError, PostRefused, SettleError, VerbsError};
+pub use events::AsyncEvent;
+pub use library::{DeviceListing, Library};
+pub use memory::{Access, Memory, MemoryRegion, ProtectionDomain};
+pub use port::{GidEntry, GidKind, LinkLayer, Mtu, PhysicalState, PortFacts, PortState};
+pub use post::{Landing, MAX_INLINE_BYTES, Post, Remote, Signal, Source};
+pub use queue_pair::{PreparedQueuePair, QueuePair, QueuePairState};
+pub use receive::Received;
+pub use settings::{
+    AckTimeout, Destination, LocalEnd, MinRnrTimer, Psn, QueuePairOptions, RemoteAccess, RemoteEnd,
+    Retries,
+};
+pub use work::{WorkError, WorkStatus};
