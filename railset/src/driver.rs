@@ -1,67 +1,51 @@
-//! Where the facts come from: the devices through verbs, the routes through the kernel.
-//!
-//! The one file of this crate that does I/O. No call waits for another machine: queries go to the
-//! device's driver, and connecting a UDP socket sends nothing.
+//! The one part that asks the system: what devices there are, which way the kernel would send, and
+//! what a queue pair is told of what the handshake agreed on.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::sync::Arc;
 
-use gpu_sys::verbs;
+use gpu_sys::verbs::{
+    self, AckTimeout, Context, Destination, Library, LocalEnd, MinRnrTimer, RemoteEnd, Retries,
+    VerbsError,
+};
 
-use crate::choose::Address;
+use crate::choose::{Address, RailSpec};
 use crate::facts::{DeviceFacts, Gid, GidFacts, GidKind, LinkLayer, Mtu, PortFacts, PortState};
 use crate::handshake::BringUp;
+use crate::message::{Psn, QueuePairEnd};
 
-/// The UDP port of RoCEv2, so that a route by port would be the one that its packets take.
-const ROCE_PORT: u16 = 4791;
+/// Any port would do: nothing is sent there.
+const DISCARD_PORT: u16 = 9;
 
-/// What a host has.
-#[derive(Debug)]
-pub struct HostFacts {
-    /// The devices that could be read, in the library's order.
-    pub devices: Vec<DeviceFacts>,
-    /// The others; to be logged, since a rail may be missing for it.
-    pub unreadable: Vec<Unreadable>,
-}
-
-/// A device that could not be read.
-#[derive(Debug, thiserror::Error)]
-#[error("RDMA device {device} is left out: {source}")]
-pub struct Unreadable {
-    /// Its name.
-    pub device: String,
-    /// Why.
-    pub source: verbs::VerbsError,
-}
-
-/// Reads every device of this host. One that cannot be read does not hide the others.
+/// The devices of this host that can be opened, with their ports as they are now. One that cannot is
+/// left out, and the log says why.
 ///
 /// # Errors
 /// The devices cannot be listed.
-pub fn read_host(library: &Arc<verbs::Library>) -> Result<HostFacts, verbs::VerbsError> {
-    let mut host = HostFacts { devices: Vec::new(), unreadable: Vec::new() };
-    for verbs::DeviceListing { name, .. } in library.devices()? {
-        let read = library.open_device(&name).and_then(|context| read_device(&context));
-        match read {
-            Ok(facts) => host.devices.push(facts),
-            Err(source) => host.unreadable.push(Unreadable { device: name, source }),
+pub fn devices(library: &Arc<Library>) -> Result<Vec<DeviceFacts>, VerbsError> {
+    let mut found = Vec::new();
+    for listed in library.devices()? {
+        match library.open_device(&listed.name).and_then(|context| facts(&context)) {
+            Ok(facts) => found.push(facts),
+            Err(error) => tracing::warn!(device = listed.name, %error, "left out"),
         }
     }
-    Ok(host)
+    Ok(found)
 }
 
-/// Reads one device.
+/// What an open device has.
 ///
 /// # Errors
-/// The device or one of its ports cannot be queried.
-pub fn read_device(context: &verbs::Context) -> Result<DeviceFacts, verbs::VerbsError> {
+/// The device does not answer.
+pub fn facts(context: &Arc<Context>) -> Result<DeviceFacts, VerbsError> {
     let limits = context.limits();
-    let port = |number| read_port(context, number);
+    let depth = |reads: u32| u8::try_from(reads).unwrap_or(u8::MAX);
+    let ports = (1..=limits.ports).map(|number| port(context, number));
     Ok(DeviceFacts {
         name: context.name().to_owned(),
         node_guid: limits.node_guid,
         numa_node: context.numa_node(),
-        ports: (1..=limits.ports).map(port).collect::<Result<_, _>>()?,
+        ports: ports.collect::<Result<_, _>>()?,
         initiator_depth: depth(limits.max_qp_init_rd_atom),
         responder_depth: depth(limits.max_qp_rd_atom),
         max_qp_wr: limits.max_qp_wr,
@@ -69,9 +53,22 @@ pub fn read_device(context: &verbs::Context) -> Result<DeviceFacts, verbs::Verbs
     })
 }
 
-fn read_port(context: &verbs::Context, number: u8) -> Result<PortFacts, verbs::VerbsError> {
-    let port = context.port(number)?;
-    let row = |entry: verbs::GidEntry| {
+fn port(context: &Context, number: u8) -> Result<PortFacts, VerbsError> {
+    let facts = context.port(number)?;
+    let state = match facts.state {
+        verbs::PortState::Down => PortState::Down,
+        verbs::PortState::Initializing => PortState::Initialising,
+        verbs::PortState::Armed => PortState::Armed,
+        verbs::PortState::Active => PortState::Active,
+        verbs::PortState::ActiveDeferred => PortState::Other(5),
+        verbs::PortState::Other(number) => PortState::Other(number),
+    };
+    let link_layer = match facts.link_layer {
+        verbs::LinkLayer::Ethernet => LinkLayer::Ethernet,
+        // An old driver that does not say is an InfiniBand one (`ibv_query_port(3)`).
+        _ => LinkLayer::InfiniBand,
+    };
+    let gid = |entry: verbs::GidEntry| {
         let kind = match entry.kind {
             Some(verbs::GidKind::Ib) => GidKind::Ib,
             Some(verbs::GidKind::RoceV1) => GidKind::RoceV1,
@@ -84,139 +81,110 @@ fn read_port(context: &verbs::Context, number: u8) -> Result<PortFacts, verbs::V
     };
     Ok(PortFacts {
         number,
-        state: match port.state {
-            verbs::PortState::Down => PortState::Down,
-            verbs::PortState::Initializing => PortState::Initialising,
-            verbs::PortState::Armed => PortState::Armed,
-            verbs::PortState::Active => PortState::Active,
-            verbs::PortState::ActiveDeferred => PortState::Other(5),
-            verbs::PortState::Other(number) => PortState::Other(number),
-        },
-        link_layer: match port.link_layer {
-            verbs::LinkLayer::Ethernet => LinkLayer::Ethernet,
-            // What does not say is older than RoCE (`ibv_query_port(3)`).
-            verbs::LinkLayer::InfiniBand | verbs::LinkLayer::Unspecified => LinkLayer::InfiniBand,
-        },
-        lid: port.lid,
-        active_mtu: port.active_mtu.into(),
-        bits_per_s: port.speed_bits_per_s,
-        gids: context.gids(number)?.into_iter().filter_map(row).collect(),
+        state,
+        link_layer,
+        lid: facts.lid,
+        active_mtu: Mtu::from_wire(facts.active_mtu.to_wire()).unwrap_or(Mtu::B256),
+        bits_per_s: facts.speed_bits_per_s,
+        gids: context.gids(number)?.into_iter().filter_map(gid).collect(),
     })
 }
 
-/// A queue pair's attribute has 8 bits for it, and no READ at all would be of no use to anybody.
-fn depth(device: u32) -> u8 {
-    u8::try_from(device).unwrap_or(u8::MAX).max(1)
-}
-
-impl From<verbs::Mtu> for Mtu {
-    fn from(mtu: verbs::Mtu) -> Self {
-        match mtu {
-            verbs::Mtu::Bytes256 => Self::B256,
-            verbs::Mtu::Bytes512 => Self::B512,
-            verbs::Mtu::Bytes1024 => Self::B1024,
-            verbs::Mtu::Bytes2048 => Self::B2048,
-            verbs::Mtu::Bytes4096 => Self::B4096,
-        }
-    }
-}
-
-impl From<Mtu> for verbs::Mtu {
-    fn from(mtu: Mtu) -> Self {
-        match mtu {
-            Mtu::B256 => Self::Bytes256,
-            Mtu::B512 => Self::Bytes512,
-            Mtu::B1024 => Self::Bytes1024,
-            Mtu::B2048 => Self::Bytes2048,
-            Mtu::B4096 => Self::Bytes4096,
-        }
-    }
-}
-
-impl From<Address> for verbs::Destination {
-    fn from(address: Address) -> Self {
-        match address {
-            Address::Ethernet { gid } => Self::Ethernet { gid: gid.0 },
-            Address::InfiniBand { lid, gid } => Self::InfiniBand { lid, gid: gid.map(|gid| gid.0) },
-        }
-    }
-}
-
-impl BringUp {
-    /// The other end of each queue pair, as a queue pair is told it.
-    pub fn remote_ends(&self) -> impl Iterator<Item = verbs::RemoteEnd> {
-        self.remote.iter().map(|end| verbs::RemoteEnd {
-            queue_pair: end.qpn.value(),
-            psn: verbs::Psn::new(end.psn.value()),
-            destination: self.address.into(),
-            mtu: self.mtu.into(),
-            max_dest_rd_atomic: self.depth,
-        })
-    }
-}
-
-/// The local address from which the kernel would send to each of the peer's.
+/// The local address from which the kernel would send to `gid`; `None` where it has no route. A
+/// connected datagram socket is asked, and nothing is sent.
 #[must_use]
-pub fn route_sources(peers: &[Gid]) -> Vec<Option<IpAddr>> {
-    peers.iter().map(route_source).collect()
-}
-
-/// `None` where there is no route, or where the GID is no address of the kernel's.
-fn route_source(peer: &Gid) -> Option<IpAddr> {
-    if !peer.is_routable() {
+pub fn source_towards(gid: &Gid) -> Option<IpAddr> {
+    if !gid.is_routable() {
         return None;
     }
-    let any = match peer.ip() {
-        IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
-        IpAddr::V6(_) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
+    let any: IpAddr = match gid.ip() {
+        IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+        IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
     };
-    let socket = UdpSocket::bind((any, 0)).ok()?;
-    socket.connect((peer.ip(), ROCE_PORT)).ok()?;
+    let socket = UdpSocket::bind(SocketAddr::new(any, 0)).ok()?;
+    socket.connect(SocketAddr::new(gid.ip(), DISCARD_PORT)).ok()?;
     let source = socket.local_addr().ok()?.ip();
     (!source.is_unspecified()).then_some(source)
+}
+
+/// The two ends of a queue pair whose own end is on `spec` and starts with `psn`.
+#[must_use]
+pub fn ends(
+    up: &BringUp,
+    spec: &RailSpec,
+    remote: QueuePairEnd,
+    psn: Psn,
+) -> (RemoteEnd, LocalEnd) {
+    let destination = match up.address {
+        Address::Ethernet { gid } => Destination::Ethernet { gid: gid.0 },
+        Address::InfiniBand { lid, gid } => {
+            Destination::InfiniBand { lid, gid: gid.map(|gid| gid.0) }
+        }
+    };
+    let remote = RemoteEnd {
+        queue_pair: remote.qpn.value(),
+        psn: verbs::Psn::new(remote.psn.value()),
+        destination,
+        // Both number MTUs as `enum ibv_mtu` does.
+        mtu: verbs::Mtu::from_wire(up.mtu.wire()).unwrap_or(verbs::Mtu::Bytes256),
+        max_dest_rd_atomic: up.depth,
+    };
+    let local = LocalEnd {
+        gid_index: spec.gid_index,
+        psn: verbs::Psn::new(psn.value()),
+        max_rd_atomic: up.depth,
+        max_dest_rd_atomic: up.depth,
+        ack_timeout: AckTimeout::default(),
+        retries: Retries::default(),
+        rnr_retries: Retries::default(),
+        min_rnr_timer: MinRnrTimer::default(),
+    };
+    (remote, local)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::message::{Psn, Qpn, QueuePairEnd};
-    use crate::testing::gid;
+    use crate::message::Qpn;
+    use crate::testing::{device, gid, roce};
 
     #[test]
     fn an_address_that_names_no_machine_has_no_route() {
-        let peers = ["::ffff:127.0.0.1", "fe80::1", "::", "ff02::1"].map(gid);
-        assert_eq!(route_sources(&peers), [None; 4]);
+        // Loopback is no address of a rail, whatever the kernel would do.
+        for address in ["::ffff:127.0.0.1", "::", "fe80::1", "ff02::1"] {
+            assert_eq!(source_towards(&gid(address)), None, "{address}");
+        }
     }
 
     #[test]
     fn every_mtu_is_the_same_on_both_sides() {
         for mtu in Mtu::ALL {
-            let theirs = verbs::Mtu::from(mtu);
+            let theirs = verbs::Mtu::from_wire(mtu.wire()).unwrap();
             assert_eq!((theirs.bytes(), theirs.to_wire()), (mtu.bytes(), mtu.wire()));
-            assert_eq!(Mtu::from(theirs), mtu);
         }
     }
 
     #[test]
-    fn a_queue_pair_is_told_what_was_agreed() {
+    fn both_ends_are_told_what_was_agreed() {
+        let hosts = [device("a", 1, vec![roce("v0", &["fe80::1", "::ffff:10.1.0.1"])])];
+        let choice = crate::pairing::serve_rails(&hosts, &[]).unwrap().remove(0);
         let end = QueuePairEnd { qpn: Qpn::new(17).unwrap(), psn: Psn::new(23).unwrap() };
         let peer = gid("::ffff:10.1.0.2");
         let address = Address::Ethernet { gid: peer };
         let up = BringUp { index: 0, address, mtu: Mtu::B2048, depth: 5, remote: vec![end] };
-        let told: Vec<_> = up.remote_ends().collect();
-        let destination = verbs::Destination::Ethernet { gid: peer.0 };
-        let expected = verbs::RemoteEnd {
+        let (remote, local) = ends(&up, &choice.spec, end, Psn::new(42).unwrap());
+        let told = RemoteEnd {
             queue_pair: 17,
             psn: verbs::Psn::new(23),
-            destination,
+            destination: Destination::Ethernet { gid: peer.0 },
             mtu: verbs::Mtu::Bytes2048,
             max_dest_rd_atomic: 5,
         };
-        assert_eq!(told, [expected]);
-    }
-
-    #[test]
-    fn a_devices_depth_fits_a_queue_pairs_attribute() {
-        assert_eq!((depth(0), depth(16), depth(255), depth(256)), (1, 16, 255, 255));
+        assert_eq!(remote, told);
+        assert_eq!((local.gid_index, local.psn.value(), local.max_rd_atomic), (1, 42, 5));
+        let address = Address::InfiniBand { lid: 9, gid: Some(peer) };
+        let (remote, _) = ends(&BringUp { address, ..up }, &choice.spec, end, end.psn);
+        let destination = Destination::InfiniBand { lid: 9, gid: Some(peer.0) };
+        assert_eq!(remote.destination, destination, "the other end's LID, not ours");
     }
 }

@@ -8,9 +8,9 @@
 //! | [`message`], [`table`], [`wire`] | the bytes of both ends' messages |
 //! | [`handshake`] | how both ends agree on queue pairs and a table |
 //! | [`health`], [`Backoff`] | which rails are up, and when to try the others |
-//! | `driver` | nothing: reads the facts from the devices and the kernel's routes, where verbs are compiled in |
+//! | `driver` | nothing: it asks the system for facts and routes |
 //!
-//! All but `driver` is pure logic: nothing does I/O or reads a clock.
+//! All but the driver is pure logic: nothing does I/O or reads a clock.
 
 #![forbid(unsafe_code)]
 

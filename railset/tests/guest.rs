@@ -7,16 +7,14 @@ use std::net::IpAddr;
 
 use gpu_sys::verbs::Library;
 use railset::choose::{Routed, Wish};
-use railset::driver::{read_host, route_sources};
+use railset::driver::{devices as read_devices, source_towards};
 use railset::facts::{DeviceFacts, Gid, GidKind, LinkLayer, PortState};
 use railset::handshake::peer::PeerRails;
 use railset::pairing::{RailWishes, pair, serve_rails};
 
 fn devices() -> Vec<DeviceFacts> {
     let library = Library::open().expect("libibverbs");
-    let host = read_host(&library).expect("a list of devices");
-    assert!(host.unreadable.is_empty(), "{:?}", host.unreadable);
-    host.devices
+    read_devices(&library).expect("a list of devices")
 }
 
 fn ip(text: &str) -> IpAddr {
@@ -50,7 +48,7 @@ fn each_rail_leaves_from_the_port_that_the_kernel_would_use() {
     let specs: Vec<_> = rails.into_iter().map(|rail| rail.spec).collect();
     let offer = PeerRails::new(&specs, 4, 1, 1, 4096).offer().clone();
     let peers: Vec<Gid> = offer.rails.iter().map(|rail| rail.gid).collect();
-    let sources = route_sources(&peers);
+    let sources: Vec<_> = peers.iter().map(source_towards).collect();
     assert_eq!(sources, [Some(ip("10.1.0.1")), Some(ip("10.2.0.1"))]);
     let pairing = pair(&offer.rails, &devices, &sources, &RailWishes::default()).unwrap();
     println!("{pairing}");

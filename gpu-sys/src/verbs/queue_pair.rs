@@ -54,6 +54,7 @@ pub enum QueuePairState {
 /// the queue pair: first what was in flight, then the receive buffers, then the queues it used.
 struct Core<T> {
     raw: NonNull<ffi::ibv_qp>,
+    destroyed: bool,
     flights: Flights<T>,
     receives: Option<Receives>,
     send: Reservation,
@@ -175,13 +176,24 @@ impl<T> Core<T> {
     }
 }
 
-impl<T> Drop for Core<T> {
-    fn drop(&mut self) {
+impl<T> Core<T> {
+    fn destroy(&mut self) -> Result<(), VerbsError> {
+        if self.destroyed {
+            return Ok(());
+        }
         let table = &self.domain.context().library().table;
-        // SAFETY: made once, destroyed once; its queues, its domain and its buffers are alive.
+        // SAFETY: made once and not destroyed yet; its queues, its domain and its buffers are alive.
         let status = unsafe { (table.destroy_qp)(self.raw.as_ptr()) };
         let on = format_args!("queue pair {} of {}", self.number, self.device());
-        if let Err(error) = check("ibv_destroy_qp", status, on) {
+        check("ibv_destroy_qp", status, on)?;
+        self.destroyed = true;
+        Ok(())
+    }
+}
+
+impl<T> Drop for Core<T> {
+    fn drop(&mut self) {
+        if let Err(error) = self.destroy() {
             tracing::error!(%error, in_flight = self.flights.len(),
                 "the device may still write: what is in flight is leaked");
             self.flights.leak();
@@ -234,7 +246,9 @@ impl<T> PreparedQueuePair<T> {
         let flights = Flights::new(serial, options.send_wr as usize);
         let domain = Arc::clone(domain);
         // From here on an early return destroys the queue pair.
-        let core = Core { raw, flights, receives, send, recv, domain, options, serial, number };
+        let destroyed = false;
+        let core =
+            Core { raw, destroyed, flights, receives, send, recv, domain, options, serial, number };
         core.initialise()?;
         Ok(Self { core, begun: false })
     }
@@ -442,6 +456,19 @@ impl<T> QueuePair<T> {
         let mut attributes = ffi::ibv_qp_attr::zeroed();
         attributes.qp_state = ibv_qp_state::IBV_QPS_ERR;
         self.core.modify(&mut attributes, mask::IBV_QP_STATE.0, "ERR")
+    }
+
+    /// Destroys the queue pair: from success on, none of its requests touches memory any more, and
+    /// `each` gets what was in flight, oldest first. What the peer has under way with a rkey goes on.
+    ///
+    /// # Errors
+    /// The device refuses: what is in flight is leaked, since the device may still write there.
+    pub fn destroy(mut self, mut each: impl FnMut(T)) -> Result<(), VerbsError> {
+        self.core.destroy()?;
+        while let Some(carried) = self.core.flights.pop() {
+            each(carried);
+        }
+        Ok(())
     }
 
     /// Asks the device for the queue pair's state.
