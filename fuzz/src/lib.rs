@@ -4,6 +4,8 @@
 //! forger computes it. The targets therefore try each input twice: as it is, and with its
 //! checksums made right.
 
+pub mod rails;
+
 use expert_tier::store::manifest::Manifest;
 use expert_tier::wire::{FrameHeader, HEADER_BYTES, Secret};
 use sha2::{Digest, Sha256};

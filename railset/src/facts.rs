@@ -220,6 +220,8 @@ pub enum GidKind {
     RoceV1,
     /// RoCE over UDP port 4791.
     RoceV2,
+    /// The kernel does not say; it is not used, since the other end could not tell either.
+    Unknown,
 }
 
 impl fmt::Display for GidKind {
@@ -228,6 +230,7 @@ impl fmt::Display for GidKind {
             Self::Ib => "IB",
             Self::RoceV1 => "RoCEv1",
             Self::RoceV2 => "RoCEv2",
+            Self::Unknown => "unknown",
         })
     }
 }

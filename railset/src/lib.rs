@@ -8,13 +8,16 @@
 //! | [`message`], [`table`], [`wire`] | the bytes of both ends' messages |
 //! | [`handshake`] | how both ends agree on queue pairs and a table |
 //! | [`health`], [`Backoff`] | which rails are up, and when to try the others |
+//! | `driver` | nothing: it asks the system for facts and routes |
 //!
-//! All of it is pure logic: nothing does I/O or reads a clock.
+//! All but the driver is pure logic: nothing does I/O or reads a clock.
 
 #![forbid(unsafe_code)]
 
 mod backoff;
 pub mod choose;
+#[cfg(metrale_rdma_verbs)]
+pub mod driver;
 pub mod facts;
 pub mod handshake;
 pub mod health;

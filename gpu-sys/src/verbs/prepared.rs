@@ -22,6 +22,8 @@ const HOP_LIMIT: u8 = 64;
 /// the queue pair: first what was in flight, then the receive buffers, then the queues it used.
 pub(super) struct Core<T> {
     pub(super) raw: NonNull<ffi::ibv_qp>,
+    /// Set by `destroy`, after which only `drop` follows.
+    destroyed: bool,
     pub(super) flights: Flights<T>,
     pub(super) receives: Option<Receives>,
     send: Reservation,
@@ -135,13 +137,25 @@ impl<T> Core<T> {
     }
 }
 
-impl<T> Drop for Core<T> {
-    fn drop(&mut self) {
+impl<T> Core<T> {
+    /// Destroys the queue pair, if it has not been; after a failure it is as it was.
+    pub(super) fn destroy(&mut self) -> Result<(), VerbsError> {
+        if self.destroyed {
+            return Ok(());
+        }
         let table = &self.domain.context().library().table;
-        // SAFETY: made once, destroyed once; its queues, its domain and its buffers are alive.
+        // SAFETY: made once and not destroyed yet; its queues, its domain and its buffers are alive.
         let status = unsafe { (table.destroy_qp)(self.raw.as_ptr()) };
         let on = format_args!("queue pair {} of {}", self.number, self.device());
-        if let Err(error) = check("ibv_destroy_qp", status, on) {
+        check("ibv_destroy_qp", status, on)?;
+        self.destroyed = true;
+        Ok(())
+    }
+}
+
+impl<T> Drop for Core<T> {
+    fn drop(&mut self) {
+        if let Err(error) = self.destroy() {
             tracing::error!(%error, in_flight = self.flights.len(),
                 "the device may still write: what is in flight is leaked");
             self.flights.leak();
@@ -194,7 +208,9 @@ impl<T> PreparedQueuePair<T> {
         let flights = Flights::new(serial, options.send_wr as usize);
         let domain = Arc::clone(domain);
         // From here on an early return destroys the queue pair.
-        let core = Core { raw, flights, receives, send, recv, domain, options, serial, number };
+        let destroyed = false;
+        let core =
+            Core { raw, destroyed, flights, receives, send, recv, domain, options, serial, number };
         core.initialise()?;
         Ok(Self { core, begun: false })
     }

@@ -235,6 +235,21 @@ impl<T> QueuePair<T> {
         self.core.modify(&mut attributes, mask::IBV_QP_STATE.0, "ERR")
     }
 
+    /// Destroys the queue pair: from success on, none of its requests touches memory any more, and
+    /// nothing that the peer has under way through it does; what peers have under way through other
+    /// queue pairs goes on. `each` gets what was in flight, oldest first.
+    ///
+    /// # Errors
+    /// The device refuses, twice: what is in flight is leaked, since the device may still write
+    /// there.
+    pub fn destroy(mut self, mut each: impl FnMut(T)) -> Result<(), VerbsError> {
+        self.core.destroy()?;
+        while let Some(carried) = self.core.flights.pop() {
+            each(carried);
+        }
+        Ok(())
+    }
+
     /// Asks the device for the queue pair's state.
     ///
     /// # Errors

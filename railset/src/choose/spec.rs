@@ -93,10 +93,18 @@ pub struct Target {
 /// How packets find the other end (`ibv_ah_attr`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Address {
-    /// By LID, within an InfiniBand subnet.
-    Lid(u16),
-    /// By GID, with a global route header: RoCE, or another InfiniBand subnet.
-    Gid(Gid),
+    /// RoCE, by GID.
+    Ethernet {
+        /// The GID.
+        gid: Gid,
+    },
+    /// InfiniBand.
+    InfiniBand {
+        /// The LID; 0 where the other end has none.
+        lid: u16,
+        /// The GID for a global route header: another subnet, or no LID.
+        gid: Option<Gid>,
+    },
 }
 
 impl Target {
@@ -140,13 +148,13 @@ impl Target {
     /// How `self` is addressed from a port with the GID `from`.
     #[must_use]
     pub fn address(&self, from: &Gid) -> Address {
-        match self.link_layer {
-            LinkLayer::InfiniBand
-                if self.lid != 0 && self.gid.subnet_prefix() == from.subnet_prefix() =>
-            {
-                Address::Lid(self.lid)
+        let Self { link_layer, gid, lid } = *self;
+        match link_layer {
+            LinkLayer::Ethernet => Address::Ethernet { gid },
+            LinkLayer::InfiniBand => {
+                let is_near = lid != 0 && gid.subnet_prefix() == from.subnet_prefix();
+                Address::InfiniBand { lid, gid: (!is_near).then_some(gid) }
             }
-            _ => Address::Gid(self.gid),
         }
     }
 }

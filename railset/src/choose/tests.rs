@@ -154,7 +154,7 @@ fn an_infiniband_port_needs_a_lid_or_global_gids() {
     let same = peer("fe80::2", 9);
     let choice = choose_ib(infiniband(7, &["fe80::1"]), &same).unwrap();
     assert_eq!((choice.spec.lid, choice.spec.gid_index), (7, 0));
-    assert_eq!(same.address(&choice.spec.gid), Address::Lid(9));
+    assert_eq!(same.address(&choice.spec.gid), Address::InfiniBand { lid: 9, gid: None });
     let no_lid = choose_ib(infiniband(0, &["fe80::1"]), &same).unwrap_err().to_string();
     assert!(no_lid.contains("subnet manager"), "{no_lid}");
     assert!(choose_ib(infiniband(7, &["fe80::1"]), &peer("fe80::2", 0)).is_err());
@@ -162,7 +162,10 @@ fn an_infiniband_port_needs_a_lid_or_global_gids() {
     assert!(choose_ib(infiniband(7, &["fe80::1"]), &other).is_err(), "another subnet");
     let choice = choose_ib(infiniband(7, &["fe80::1", "2001:db8::1"]), &other).unwrap();
     assert_eq!(choice.spec.gid_index, 1);
-    assert_eq!(other.address(&choice.spec.gid), Address::Gid(other.gid));
+    assert_eq!(
+        other.address(&choice.spec.gid),
+        Address::InfiniBand { lid: 9, gid: Some(other.gid) }
+    );
     let error = choose_ib(ethernet(1, &["::ffff:10.1.0.1"]), &same).unwrap_err().to_string();
     assert!(error.contains("the peer's port is InfiniBand"), "{error}");
 }

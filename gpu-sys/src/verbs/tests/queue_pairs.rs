@@ -210,6 +210,31 @@ fn a_completion_queue_promises_no_more_than_it_has() {
 }
 
 #[test]
+fn a_destroyed_queue_pair_hands_back_what_was_in_flight_in_order() {
+    let mut bench = Bench::new(16, 2);
+    let mut batch = bench.reads(3, Signal::No);
+    bench.pair.post(&mut batch).unwrap();
+    let Bench { pair, .. } = bench;
+    let mut back = Vec::new();
+    pair.destroy(|flying| back.push((flying.at / 8, count("ibv_destroy_qp")))).unwrap();
+    assert_eq!(back, [(0, 1), (1, 1), (2, 1)]);
+    assert_eq!(count("ibv_destroy_qp"), 1);
+}
+
+#[test]
+fn a_queue_pair_that_cannot_be_destroyed_hands_nothing_back() {
+    let mut bench = Bench::new(16, 0);
+    let mut batch = bench.reads(2, Signal::No);
+    bench.pair.post(&mut batch).unwrap();
+    let Bench { pair, region, memory, drops, .. } = bench;
+    drop((region, memory));
+    fail("ibv_destroy_qp", libc::EBUSY);
+    let error = pair.destroy(|_| panic!("the device may still write there")).unwrap_err();
+    assert!(error.to_string().contains("ibv_destroy_qp on queue pair 7 of fake0"), "{error}");
+    assert_eq!(drops.load(Ordering::Relaxed), 0);
+}
+
+#[test]
 fn a_receive_is_shown_and_posted_again() {
     let mut bench = Bench::new(8, 2);
     let (work, _) = state(|it| it.receives[1]);

@@ -1,0 +1,190 @@
+//! The one part that asks the system: what devices there are, which way the kernel would send, and
+//! what a queue pair is told of what the handshake agreed on.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::sync::Arc;
+
+use gpu_sys::verbs::{
+    self, AckTimeout, Context, Destination, Library, LocalEnd, MinRnrTimer, RemoteEnd, Retries,
+    VerbsError,
+};
+
+use crate::choose::{Address, RailSpec};
+use crate::facts::{DeviceFacts, Gid, GidFacts, GidKind, LinkLayer, Mtu, PortFacts, PortState};
+use crate::handshake::BringUp;
+use crate::message::{Psn, QueuePairEnd};
+
+/// Any port would do: nothing is sent there.
+const DISCARD_PORT: u16 = 9;
+
+/// The devices of this host that can be opened, with their ports as they are now. One that cannot is
+/// left out, and the log says why.
+///
+/// # Errors
+/// The devices cannot be listed.
+pub fn devices(library: &Arc<Library>) -> Result<Vec<DeviceFacts>, VerbsError> {
+    let mut found = Vec::new();
+    for listed in library.devices()? {
+        match library.open_device(&listed.name).and_then(|context| facts(&context)) {
+            Ok(facts) => found.push(facts),
+            Err(error) => tracing::warn!(device = listed.name, %error, "left out"),
+        }
+    }
+    Ok(found)
+}
+
+/// What an open device has.
+///
+/// # Errors
+/// The device does not answer.
+pub fn facts(context: &Arc<Context>) -> Result<DeviceFacts, VerbsError> {
+    let limits = context.limits();
+    let depth = |reads: u32| u8::try_from(reads).unwrap_or(u8::MAX);
+    let ports = (1..=limits.ports).map(|number| port(context, number));
+    Ok(DeviceFacts {
+        name: context.name().to_owned(),
+        node_guid: limits.node_guid,
+        numa_node: context.numa_node(),
+        ports: ports.collect::<Result<_, _>>()?,
+        initiator_depth: depth(limits.max_qp_init_rd_atom),
+        responder_depth: depth(limits.max_qp_rd_atom),
+        max_qp_wr: limits.max_qp_wr,
+        max_mr_size: limits.max_mr_size,
+    })
+}
+
+fn port(context: &Context, number: u8) -> Result<PortFacts, VerbsError> {
+    let facts = context.port(number)?;
+    let state = match facts.state {
+        verbs::PortState::Down => PortState::Down,
+        verbs::PortState::Initializing => PortState::Initialising,
+        verbs::PortState::Armed => PortState::Armed,
+        verbs::PortState::Active => PortState::Active,
+        verbs::PortState::ActiveDeferred => PortState::Other(5),
+        verbs::PortState::Other(number) => PortState::Other(number),
+    };
+    let link_layer = match facts.link_layer {
+        verbs::LinkLayer::Ethernet => LinkLayer::Ethernet,
+        // An old driver that does not say is an InfiniBand one (`ibv_query_port(3)`).
+        _ => LinkLayer::InfiniBand,
+    };
+    let gid = |entry: verbs::GidEntry| {
+        let kind = match entry.kind {
+            Some(verbs::GidKind::Ib) => GidKind::Ib,
+            Some(verbs::GidKind::RoceV1) => GidKind::RoceV1,
+            Some(verbs::GidKind::RoceV2) => GidKind::RoceV2,
+            None => GidKind::Unknown,
+        };
+        // A row beyond 255 cannot be given to a queue pair.
+        let index = u8::try_from(entry.index).ok()?;
+        Some(GidFacts { index, gid: Gid(entry.gid), kind, netdev: entry.netdev })
+    };
+    Ok(PortFacts {
+        number,
+        state,
+        link_layer,
+        lid: facts.lid,
+        active_mtu: Mtu::from_wire(facts.active_mtu.to_wire()).unwrap_or(Mtu::B256),
+        bits_per_s: facts.speed_bits_per_s,
+        gids: context.gids(number)?.into_iter().filter_map(gid).collect(),
+    })
+}
+
+/// The local address from which the kernel would send to `gid`; `None` where it has no route. A
+/// connected datagram socket is asked, and nothing is sent.
+#[must_use]
+pub fn source_towards(gid: &Gid) -> Option<IpAddr> {
+    if !gid.is_routable() {
+        return None;
+    }
+    let any: IpAddr = match gid.ip() {
+        IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+        IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+    };
+    let socket = UdpSocket::bind(SocketAddr::new(any, 0)).ok()?;
+    socket.connect(SocketAddr::new(gid.ip(), DISCARD_PORT)).ok()?;
+    let source = socket.local_addr().ok()?.ip();
+    (!source.is_unspecified()).then_some(source)
+}
+
+/// The two ends of a queue pair whose own end is on `spec` and starts with `psn`.
+#[must_use]
+pub fn ends(
+    up: &BringUp,
+    spec: &RailSpec,
+    remote: QueuePairEnd,
+    psn: Psn,
+) -> (RemoteEnd, LocalEnd) {
+    let destination = match up.address {
+        Address::Ethernet { gid } => Destination::Ethernet { gid: gid.0 },
+        Address::InfiniBand { lid, gid } => {
+            Destination::InfiniBand { lid, gid: gid.map(|gid| gid.0) }
+        }
+    };
+    let remote = RemoteEnd {
+        queue_pair: remote.qpn.value(),
+        psn: verbs::Psn::new(remote.psn.value()),
+        destination,
+        // Both number MTUs as `enum ibv_mtu` does.
+        mtu: verbs::Mtu::from_wire(up.mtu.wire()).unwrap_or(verbs::Mtu::Bytes256),
+        max_dest_rd_atomic: up.depth,
+    };
+    let local = LocalEnd {
+        gid_index: spec.gid_index,
+        psn: verbs::Psn::new(psn.value()),
+        max_rd_atomic: up.depth,
+        max_dest_rd_atomic: up.depth,
+        ack_timeout: AckTimeout::default(),
+        retries: Retries::default(),
+        rnr_retries: Retries::default(),
+        min_rnr_timer: MinRnrTimer::default(),
+    };
+    (remote, local)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::message::Qpn;
+    use crate::testing::{device, gid, roce};
+
+    #[test]
+    fn an_address_that_names_no_machine_has_no_route() {
+        // Loopback is no address of a rail, whatever the kernel would do.
+        for address in ["::ffff:127.0.0.1", "::", "fe80::1", "ff02::1"] {
+            assert_eq!(source_towards(&gid(address)), None, "{address}");
+        }
+    }
+
+    #[test]
+    fn every_mtu_is_the_same_on_both_sides() {
+        for mtu in Mtu::ALL {
+            let theirs = verbs::Mtu::from_wire(mtu.wire()).unwrap();
+            assert_eq!((theirs.bytes(), theirs.to_wire()), (mtu.bytes(), mtu.wire()));
+        }
+    }
+
+    #[test]
+    fn both_ends_are_told_what_was_agreed() {
+        let hosts = [device("a", 1, vec![roce("v0", &["fe80::1", "::ffff:10.1.0.1"])])];
+        let choice = crate::pairing::serve_rails(&hosts, &[]).unwrap().remove(0);
+        let end = QueuePairEnd { qpn: Qpn::new(17).unwrap(), psn: Psn::new(23).unwrap() };
+        let peer = gid("::ffff:10.1.0.2");
+        let address = Address::Ethernet { gid: peer };
+        let up = BringUp { index: 0, address, mtu: Mtu::B2048, depth: 5, remote: vec![end] };
+        let (remote, local) = ends(&up, &choice.spec, end, Psn::new(42).unwrap());
+        let told = RemoteEnd {
+            queue_pair: 17,
+            psn: verbs::Psn::new(23),
+            destination: Destination::Ethernet { gid: peer.0 },
+            mtu: verbs::Mtu::Bytes2048,
+            max_dest_rd_atomic: 5,
+        };
+        assert_eq!(remote, told);
+        assert_eq!((local.gid_index, local.psn.value(), local.max_rd_atomic), (1, 42, 5));
+        let address = Address::InfiniBand { lid: 9, gid: Some(peer) };
+        let (remote, _) = ends(&BringUp { address, ..up }, &choice.spec, end, end.psn);
+        let destination = Destination::InfiniBand { lid: 9, gid: Some(peer.0) };
+        assert_eq!(remote.destination, destination, "the other end's LID, not ours");
+    }
+}
