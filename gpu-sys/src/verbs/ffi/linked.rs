@@ -12,7 +12,7 @@ pub(crate) use rdma_sys::{
     ibv_open_device, ibv_pd, ibv_port_attr, ibv_port_state, ibv_qp, ibv_qp_attr, ibv_qp_attr_mask,
     ibv_qp_init_attr, ibv_qp_state, ibv_qp_type, ibv_query_device, ibv_query_gid, ibv_query_qp,
     ibv_recv_wr, ibv_reg_mr, ibv_send_flags, ibv_send_wr, ibv_sge, ibv_wc, ibv_wc_flags,
-    ibv_wc_opcode, ibv_wc_status, ibv_wr_opcode, imm_data_invalidated_rkey_union_t, rdma_t, wr_t,
+    ibv_wc_opcode, ibv_wc_status, ibv_wr_opcode, rdma_t,
 };
 
 // The functions below differ from the crate's in the type of one pointer each.
