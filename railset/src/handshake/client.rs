@@ -178,15 +178,22 @@ impl ClientRails {
         match (std::mem::replace(&mut self.state, State::Failed), kind) {
             (State::Offer, Kind::Offer) => self.on_offer(body),
             (State::Connected(connect), Kind::Connected) => self.on_connected(&connect, body),
-            (State::Up(None), Kind::Table) => {
-                self.state = State::Up(Some(self.checked(body)?));
+            (State::Up(earlier), Kind::Table) => {
+                let current = earlier.map(|table| table.generation());
+                self.state = State::Up(Some(self.newer(current, body)?));
                 Ok(Vec::new())
             }
             (State::Table, Kind::Table) => {
-                let table = self.checked(body)?;
+                let table = self.newer(None, body)?;
                 Ok(self.ready(table))
             }
-            (State::Ready(current), Kind::Table) => self.on_newer(&current, body),
+            (State::Ready(current), Kind::Table) => {
+                let table = self.newer(Some(current.generation()), body)?;
+                let generation = table.generation();
+                let table = Arc::new(table);
+                self.state = State::Ready(Arc::clone(&table));
+                Ok(vec![ClientAction::TableChanged(table), acknowledge(generation)])
+            }
             (_, found) => Err(HandshakeError::OutOfTurn { found, expected }),
         }
     }
@@ -300,8 +307,14 @@ impl ClientRails {
         }
     }
 
-    fn checked(&self, body: &[u8]) -> Result<CheckedTable, HandshakeError> {
-        Ok(Table::decode(body)?.check(&self.shapes, self.rails.len())?)
+    /// A table that fits the store and the connection, newer than the one before.
+    fn newer(&self, current: Option<u64>, body: &[u8]) -> Result<CheckedTable, HandshakeError> {
+        let table = Table::decode(body)?.check(&self.shapes, self.rails.len())?;
+        let found = table.generation();
+        match current {
+            Some(current) if found <= current => Err(HandshakeError::OldTable { found, current }),
+            _ => Ok(table),
+        }
     }
 
     fn ready(&mut self, table: CheckedTable) -> Vec<ClientAction> {
@@ -309,17 +322,6 @@ impl ClientRails {
         let table = Arc::new(table);
         self.state = State::Ready(Arc::clone(&table));
         vec![ClientAction::Ready(table), acknowledge(generation)]
-    }
-
-    fn on_newer(&mut self, current: &CheckedTable, body: &[u8]) -> Actions {
-        let table = self.checked(body)?;
-        let (found, current) = (table.generation(), current.generation());
-        if found <= current {
-            return Err(HandshakeError::OldTable { found, current });
-        }
-        let table = Arc::new(table);
-        self.state = State::Ready(Arc::clone(&table));
-        Ok(vec![ClientAction::TableChanged(table), acknowledge(found)])
     }
 }
 

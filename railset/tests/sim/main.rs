@@ -56,6 +56,14 @@ fn a_client_takes_as_many_queue_pairs_as_the_peer_allows() {
 }
 
 #[test]
+fn a_depth_that_the_user_set_bounds_both_ends() {
+    let mut world = World::new();
+    world.settings(ClientSettings { depth: 3, ..ClientSettings::default() });
+    world.run(Link::default()).unwrap();
+    assert_eq!([world.client_ups[0].depth, world.peer_ups[0].depth], [3, 3]);
+}
+
+#[test]
 fn one_rail_is_enough_and_gets_its_own_columns() {
     let mut world = World::new();
     let wishes = RailWishes {
