@@ -172,8 +172,16 @@ impl Drop for CompletionQueue {
 /// Places of a completion queue promised to a queue pair; given back when dropped.
 #[derive(Debug)]
 pub(super) struct Reservation {
-    pub(super) queue: Arc<CompletionQueue>,
+    queue: Arc<CompletionQueue>,
     entries: u32,
+}
+
+impl Reservation {
+    /// Keeps the places, and the queue, for good: the queue pair could not be destroyed.
+    pub(super) fn keep(&mut self) {
+        self.entries = 0;
+        std::mem::forget(Arc::clone(&self.queue));
+    }
 }
 
 impl Drop for Reservation {

@@ -14,7 +14,7 @@ use super::library::Library;
 use super::port::{self, GidEntry, PortFacts};
 
 /// What a device can do; counts are totals over the device.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct DeviceLimits {
     /// Node GUID, as a number.
     pub node_guid: u64,
@@ -60,20 +60,9 @@ impl Context {
         raw: NonNull<ffi::ibv_context>,
         name: &str,
     ) -> Result<Arc<Self>, VerbsError> {
-        let limits = DeviceLimits {
-            node_guid: 0,
-            max_mr_size: 0,
-            max_qp: 0,
-            max_qp_wr: 0,
-            max_cq: 0,
-            max_cqe: 0,
-            max_mr: 0,
-            max_qp_rd_atom: 0,
-            max_qp_init_rd_atom: 0,
-            ports: 0,
-        };
         // From here on an early return closes the device.
-        let mut context = Self { library, raw, name: name.to_owned(), limits };
+        let mut context =
+            Self { library, raw, name: name.to_owned(), limits: DeviceLimits::default() };
         context.limits = context.query_limits()?;
         let fd = context.as_fd();
         let non_blocking =

@@ -4,7 +4,7 @@ use std::fmt;
 use std::io;
 
 use super::memory::MemoryRegion;
-use super::queue_pair::PreparedQueuePair;
+use super::prepared::PreparedQueuePair;
 use crate::limits::{Bytes, LockLimit};
 
 /// Why a verbs operation did not work.

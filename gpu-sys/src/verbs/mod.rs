@@ -22,15 +22,20 @@ mod completion;
 mod context;
 mod error;
 mod events;
+#[cfg(test)]
+mod fake;
 mod ffi;
 mod flight;
 mod library;
 mod memory;
 mod port;
 mod post;
+mod prepared;
 mod queue_pair;
 mod receive;
 mod settings;
+#[cfg(test)]
+mod tests;
 mod work;
 
 pub use completion::{CompletionChannel, CompletionQueue, Completions, WorkCompletion};
@@ -41,7 +46,8 @@ pub use library::{DeviceListing, Library};
 pub use memory::{Access, Memory, MemoryRegion, ProtectionDomain};
 pub use port::{GidEntry, GidKind, LinkLayer, Mtu, PhysicalState, PortFacts, PortState};
 pub use post::{Landing, MAX_INLINE_BYTES, Post, Remote, Signal, Source};
-pub use queue_pair::{PreparedQueuePair, QueuePair, QueuePairState};
+pub use prepared::PreparedQueuePair;
+pub use queue_pair::{QueuePair, QueuePairState};
 pub use receive::Received;
 pub use settings::{
     AckTimeout, Destination, LocalEnd, MinRnrTimer, Psn, QueuePairOptions, RemoteAccess, RemoteEnd,

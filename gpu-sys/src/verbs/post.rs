@@ -1,5 +1,6 @@
 //! Work requests: what is asked of the device, and the buffer that goes with it.
 
+use std::fmt;
 use std::ptr::NonNull;
 
 use super::error::{PostRefused, VerbsError};
@@ -54,7 +55,6 @@ pub enum Signal {
 }
 
 /// A work request, with what is in flight as long as it is.
-#[derive(Debug)]
 pub struct Post<T> {
     pub(super) work: Work,
     pub(super) signal: Signal,
@@ -74,6 +74,18 @@ pub(super) struct Local {
     address: u64,
     bytes: u32,
     lkey: u32,
+}
+
+impl<T> fmt::Debug for Post<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.work {
+            Work::Read { local, remote } => write!(f, "Post(READ of {local:?} from {remote:x?})"),
+            Work::Write { local, remote, immediate } => {
+                write!(f, "Post(WRITE of {local:?} to {remote:x?}, immediate {immediate:x?})")
+            }
+            Work::Send { bytes, .. } => write!(f, "Post(SEND of {bytes} bytes)"),
+        }
+    }
 }
 
 impl<T: Landing> Post<T> {
@@ -226,12 +238,12 @@ impl Lists {
         &mut self,
         posts: &[Post<T>],
         number: impl Fn(usize) -> u64,
-        signalled: impl Fn(usize) -> bool,
+        mut signalled: impl FnMut(&Post<T>) -> bool,
     ) -> *mut ffi::ibv_send_wr {
         let head = self.requests.as_mut_ptr();
         let pieces = self.pieces.as_mut_ptr();
         for (index, (post, request)) in posts.iter().zip(&mut self.requests).enumerate() {
-            let mut flags = if signalled(index) { ibv_send_flags::IBV_SEND_SIGNALED.0 } else { 0 };
+            let mut flags = if signalled(post) { ibv_send_flags::IBV_SEND_SIGNALED.0 } else { 0 };
             let piece = post.work.piece();
             if matches!(post.work, Work::Send { .. }) {
                 flags |= ibv_send_flags::IBV_SEND_INLINE.0;

@@ -62,7 +62,12 @@ impl Receives {
         (0..self.count).try_for_each(|index| self.post(qp, serial, index))
     }
 
-    /// What a completion of a receive brought, and which one it was.
+    /// Whether there is a receive of that number.
+    pub(super) fn has(&self, index: u32) -> bool {
+        index < self.count
+    }
+
+    /// What a completion of receive `index`, which is one of these, brought.
     pub(super) fn received(
         &self,
         index: u32,
@@ -77,7 +82,7 @@ impl Receives {
             let queue_pair = completion.queue_pair;
             return Err(SettleError::TooLong { queue_pair, bytes: completion.bytes, room });
         }
-        let Some(pages) = self.pages.as_ref().filter(|_| index < self.count) else {
+        let Some(pages) = &self.pages else {
             return Ok(Received { message: &[], immediate });
         };
         let start = pages.address().as_ptr().wrapping_add(index as usize * self.each);

@@ -58,6 +58,16 @@ pub(crate) fn with_driver(
     run_child(test, &[], &environment);
 }
 
+/// Runs `body` in a child process that finds a file of the name `library` that is none.
+pub(crate) fn with_garbage(test: &str, library: &str, body: impl FnOnce()) {
+    if is_child(test) {
+        return body();
+    }
+    let directory = tempfile::tempdir().unwrap();
+    std::fs::write(directory.path().join(library), "not a library").unwrap();
+    run_child(test, &[], &[("LD_LIBRARY_PATH", directory.path().into())]);
+}
+
 /// Runs `body` in a child process without `CAP_IPC_LOCK` that may lock `limit_bytes`.
 pub(crate) fn with_lock_limit(test: &str, limit_bytes: u64, body: impl FnOnce()) {
     if is_child(test) {
@@ -80,7 +90,7 @@ fn run_child(test: &str, wrapper: &[&str], environment: &[(&str, OsString)]) {
         .arg(CHILD_SECONDS)
         .args(wrapper)
         .arg(std::env::current_exe().unwrap())
-        .args(["--exact", test, "--nocapture", "--test-threads=1"])
+        .args(["--exact", test, "--include-ignored", "--nocapture", "--test-threads=1"])
         .env(CHILD, test)
         .envs(environment.iter().map(|(name, value)| (*name, value)))
         .output()

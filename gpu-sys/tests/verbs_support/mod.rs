@@ -10,7 +10,8 @@ use gpu_sys::pinned::{HugePages, NumaPlacement, PinnedOptions, PinnedPages};
 use gpu_sys::verbs::{
     Access, AckTimeout, CompletionQueue, Completions, Context, Destination, Landing, Library,
     LocalEnd, Memory, MemoryRegion, MinRnrTimer, PreparedQueuePair, ProtectionDomain, Psn,
-    QueuePair, QueuePairOptions, Remote, RemoteAccess, RemoteEnd, Retries, Source, WorkError,
+    QueuePair, QueuePairOptions, Received, Remote, RemoteAccess, RemoteEnd, Retries, Source,
+    WorkError,
 };
 
 /// Index of the routable GID in the guest.
@@ -113,11 +114,10 @@ impl End {
 
     fn prepare(
         &self,
+        queue: &Arc<CompletionQueue>,
         options: QueuePairOptions,
-    ) -> (Arc<CompletionQueue>, PreparedQueuePair<Block>) {
-        let queue = CompletionQueue::new(self.context(), 256).unwrap();
-        let prepared = QueuePair::prepare(&self.domain, &queue, &queue, options).unwrap();
-        (queue, prepared)
+    ) -> PreparedQueuePair<Block> {
+        QueuePair::prepare(&self.domain, queue, queue, options).unwrap()
     }
 }
 
@@ -138,10 +138,19 @@ impl Side {
 
     /// Polls until nothing is in flight, and returns what came back, in order.
     pub(crate) fn drain(&mut self, wait: Duration) -> Vec<(Block, Result<(), WorkError>)> {
+        self.drain_to(0, wait)
+    }
+
+    /// Polls until at most `left` requests are in flight.
+    pub(crate) fn drain_to(
+        &mut self,
+        left: usize,
+        wait: Duration,
+    ) -> Vec<(Block, Result<(), WorkError>)> {
         let mut ended = Vec::new();
-        let mut found = Completions::with_room(16);
+        let mut found = Completions::with_room(1);
         let started = Instant::now();
-        while self.queue_pair.in_flight() > 0 {
+        while self.queue_pair.in_flight() > left {
             assert!(started.elapsed() < wait, "{:?} after {wait:?}", self.queue_pair);
             self.completions += self.queue.poll(&mut found).unwrap();
             for completion in found.iter() {
@@ -154,6 +163,31 @@ impl Side {
     }
 }
 
+impl Side {
+    /// Polls until `count` messages have come.
+    pub(crate) fn receive(&mut self, count: usize, wait: Duration) -> Vec<Message> {
+        let mut received = Vec::new();
+        let mut found = Completions::with_room(16);
+        let started = Instant::now();
+        while received.len() < count {
+            assert!(started.elapsed() < wait, "{} of {count} after {wait:?}", received.len());
+            self.queue.poll(&mut found).unwrap();
+            for completion in found.iter() {
+                let keep = |it: Result<Received<'_>, WorkError>| {
+                    let it = it.unwrap();
+                    received.push((it.message.to_vec(), it.immediate));
+                };
+                self.queue_pair.receive(&completion, keep).unwrap();
+            }
+            std::thread::yield_now();
+        }
+        received
+    }
+}
+
+/// What a receive brought.
+pub(crate) type Message = (Vec<u8>, Option<u32>);
+
 /// Both ends of rail 0, connected: `near` may ask, `far` allows what `access` says.
 pub(crate) struct Pair {
     pub(crate) near: Side,
@@ -162,7 +196,25 @@ pub(crate) struct Pair {
 
 impl Pair {
     pub(crate) fn connect(send_wr: u32, recv_wr: u32, access: RemoteAccess) -> Self {
-        let (near, far) = (End::open("rxe0"), End::open("rxe0p"));
+        let near = End::open("rxe0");
+        let queue = CompletionQueue::new(near.context(), 256).unwrap();
+        Self::over(&near, &queue, send_wr, recv_wr, access)
+    }
+
+    /// With `near` on an open end and a queue of it, and a far end that may be written to.
+    pub(crate) fn with_queues(near: &End, queue: &Arc<CompletionQueue>, send_wr: u32) -> Self {
+        Self::over(near, queue, send_wr, 0, RemoteAccess::Write)
+    }
+
+    fn over(
+        near: &End,
+        near_queue: &Arc<CompletionQueue>,
+        send_wr: u32,
+        recv_wr: u32,
+        access: RemoteAccess,
+    ) -> Self {
+        let far = End::open("rxe0p");
+        let far_queue = CompletionQueue::new(far.context(), 256).unwrap();
         let options = QueuePairOptions {
             port: 1,
             send_wr,
@@ -171,9 +223,9 @@ impl Pair {
             inline_bytes: 64,
             remote_access: RemoteAccess::None,
         };
-        let (near_queue, near_prepared) = near.prepare(options);
-        let (far_queue, far_prepared) =
-            far.prepare(QueuePairOptions { remote_access: access, ..options });
+        let near_prepared = near.prepare(near_queue, options);
+        let far_prepared =
+            far.prepare(&far_queue, QueuePairOptions { remote_access: access, ..options });
         let (near_psn, far_psn) = (Psn::new(0x1234), Psn::new(0xff_fff0));
         let end = |end: &End, number: u32, psn: Psn| RemoteEnd {
             queue_pair: number,
@@ -192,16 +244,16 @@ impl Pair {
             rnr_retries: Retries::default(),
             min_rnr_timer: MinRnrTimer::default(),
         };
-        let near_end = end(&near, near_prepared.number(), near_psn);
+        let near_end = end(near, near_prepared.number(), near_psn);
         let far_end = end(&far, far_prepared.number(), far_psn);
         let near_pair = near_prepared.connect(&far_end, &local(near_psn)).unwrap();
         let far_pair = far_prepared.connect(&near_end, &local(far_psn)).unwrap();
-        let side = |queue_pair, queue, end: End| Side {
+        let side = |queue_pair, queue: &Arc<CompletionQueue>, end: &End| Side {
             queue_pair,
-            queue,
-            domain: end.domain,
+            queue: Arc::clone(queue),
+            domain: Arc::clone(&end.domain),
             completions: 0,
         };
-        Self { near: side(near_pair, near_queue, near), far: side(far_pair, far_queue, far) }
+        Self { near: side(near_pair, near_queue, near), far: side(far_pair, &far_queue, &far) }
     }
 }
