@@ -10,7 +10,7 @@ use crate::message::{
     Connect, ConnectRail, Connected, ConnectedRail, Kind, MAX_QPS_PER_RAIL, Offer, QueuePairEnd,
     Request, TableAck,
 };
-use crate::pairing::{Pairing, RailPair, RailWishes, pair};
+use crate::pairing::{OneRail, Pairing, RailPair, RailWishes, pair};
 use crate::table::{CheckedTable, LayerShape, Table};
 
 /// What a client wants.
@@ -126,6 +126,7 @@ pub struct ClientRails {
     settings: ClientSettings,
     shapes: Vec<LayerShape>,
     rails: Vec<ClientRail>,
+    one_rail: Option<OneRail>,
     state: State,
 }
 
@@ -135,7 +136,8 @@ impl ClientRails {
     /// Begins; `shapes` are the layers of the store that the connection is attached to.
     #[must_use]
     pub fn start(settings: ClientSettings, shapes: Vec<LayerShape>) -> (Self, ClientAction) {
-        let machine = Self { settings, shapes, rails: Vec::new(), state: State::Offer };
+        let (rails, one_rail, state) = (Vec::new(), None, State::Offer);
+        let machine = Self { settings, shapes, rails, one_rail, state };
         (machine, ClientAction::Send(Kind::Request, Request.encode()))
     }
 
@@ -158,6 +160,13 @@ impl ClientRails {
     #[must_use]
     pub fn rails(&self) -> &[ClientRail] {
         &self.rails
+    }
+
+    /// Why there is no second rail, for the log; `None` where there is one, and before the routes
+    /// are known.
+    #[must_use]
+    pub fn one_rail(&self) -> Option<&OneRail> {
+        self.one_rail.as_ref()
     }
 
     /// The table in use; `None` before [`ClientAction::Ready`].
@@ -229,7 +238,9 @@ impl ClientRails {
         let State::Routes(offer) = std::mem::replace(&mut self.state, State::Failed) else {
             return Err(HandshakeError::Driver { called: "on_routes", expected });
         };
-        let Pairing { pairs, .. } = pair(&offer.rails, devices, sources, &self.settings.wishes)?;
+        let wishes = &self.settings.wishes;
+        let Pairing { pairs, one_rail } = pair(&offer.rails, devices, sources, wishes)?;
+        self.one_rail = one_rail;
         let wanted = self.settings.queue_pairs.clamp(1, MAX_QPS_PER_RAIL as u8);
         let rail = |pair: RailPair| {
             let queue_pairs = wanted.min(pair.offered.most_queue_pairs);
