@@ -39,6 +39,10 @@ pub const MAX_LAYERS: usize = 4096;
 /// Most experts in a layer.
 pub const MAX_EXPERTS: u32 = 65_536;
 
+// A peer's table has room for every store's layers; experts in all have a limit of their own there.
+const _: () = assert!(railset::table::MAX_LAYERS == MAX_LAYERS);
+const _: () = assert!(railset::table::MAX_EXPERTS == MAX_EXPERTS);
+
 /// Bytes of a record header before its checksums.
 pub const HEADER_FIXED_BYTES: u64 = 64;
 

@@ -202,3 +202,30 @@ fn a_peers_bad_wishes_are_refused() {
     assert!(refusal(&["rxe0"; 9]).contains("given 9 times, allowed are 8"));
     assert_eq!(serve_rails(&[], &[]), Err(ServeError::Choose(ChooseError::NoDevice)));
 }
+
+#[test]
+fn the_worse_of_two_routes_decides() {
+    let offers = [
+        offered(0, 11, "::ffff:10.1.0.2"),
+        offered(1, 12, "fd00::2"),
+        offered(2, 13, "::ffff:10.3.0.2"),
+    ];
+    let hosts = [
+        device("both", 1, vec![roce("v0", &["::ffff:10.1.0.1", "fd00::1"])]),
+        device("v4", 2, vec![roce("v1", &["::ffff:10.1.0.9"])]),
+    ];
+    let sources = [Some(ip("10.1.0.1")), Some(ip("fd00::1")), Some(ip("192.168.1.7"))];
+    let pairing = pair(&offers, &hosts, &sources, &auto("", "")).unwrap();
+    let mut found = names(&pairing);
+    found.sort();
+    assert_eq!(found, [(0, "v4".into()), (1, "both".into())], "not the third, which has no route");
+}
+
+#[test]
+fn one_address_is_one_rail_and_no_number_is_no_number() {
+    let identity = |node_guid, port, address| RailIdentity { node_guid, port, gid: gid(address) };
+    let one = identity(7, 1, "fd00::1");
+    assert!(one.is_same(&identity(7, 1, "fd00::2")) && one.is_same(&identity(8, 2, "fd00::1")));
+    assert!(!one.is_same(&identity(7, 2, "fd00::2")) && !one.is_same(&identity(8, 1, "fd00::2")));
+    assert!(!identity(0, 1, "fd00::1").is_same(&identity(0, 1, "fd00::2")));
+}

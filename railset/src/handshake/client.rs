@@ -10,7 +10,7 @@ use crate::message::{
     Connect, ConnectRail, Connected, ConnectedRail, Kind, MAX_QPS_PER_RAIL, Offer, QueuePairEnd,
     Request, TableAck,
 };
-use crate::pairing::{Pairing, RailPair, RailWishes, pair};
+use crate::pairing::{OneRail, Pairing, RailPair, RailWishes, pair};
 use crate::table::{CheckedTable, LayerShape, Table};
 
 /// What a client wants.
@@ -126,6 +126,7 @@ pub struct ClientRails {
     settings: ClientSettings,
     shapes: Vec<LayerShape>,
     rails: Vec<ClientRail>,
+    one_rail: Option<OneRail>,
     state: State,
 }
 
@@ -135,7 +136,8 @@ impl ClientRails {
     /// Begins; `shapes` are the layers of the store that the connection is attached to.
     #[must_use]
     pub fn start(settings: ClientSettings, shapes: Vec<LayerShape>) -> (Self, ClientAction) {
-        let machine = Self { settings, shapes, rails: Vec::new(), state: State::Offer };
+        let (rails, one_rail, state) = (Vec::new(), None, State::Offer);
+        let machine = Self { settings, shapes, rails, one_rail, state };
         (machine, ClientAction::Send(Kind::Request, Request.encode()))
     }
 
@@ -160,6 +162,13 @@ impl ClientRails {
         &self.rails
     }
 
+    /// Why there is no second rail, for the log; `None` where there is one, and before the routes
+    /// are known.
+    #[must_use]
+    pub fn one_rail(&self) -> Option<&OneRail> {
+        self.one_rail.as_ref()
+    }
+
     /// The table in use; `None` before [`ClientAction::Ready`].
     #[must_use]
     pub fn table(&self) -> Option<&Arc<CheckedTable>> {
@@ -178,15 +187,22 @@ impl ClientRails {
         match (std::mem::replace(&mut self.state, State::Failed), kind) {
             (State::Offer, Kind::Offer) => self.on_offer(body),
             (State::Connected(connect), Kind::Connected) => self.on_connected(&connect, body),
-            (State::Up(None), Kind::Table) => {
-                self.state = State::Up(Some(self.checked(body)?));
+            (State::Up(earlier), Kind::Table) => {
+                let current = earlier.map(|table| table.generation());
+                self.state = State::Up(Some(self.newer(current, body)?));
                 Ok(Vec::new())
             }
             (State::Table, Kind::Table) => {
-                let table = self.checked(body)?;
+                let table = self.newer(None, body)?;
                 Ok(self.ready(table))
             }
-            (State::Ready(current), Kind::Table) => self.on_newer(&current, body),
+            (State::Ready(current), Kind::Table) => {
+                let table = self.newer(Some(current.generation()), body)?;
+                let generation = table.generation();
+                let table = Arc::new(table);
+                self.state = State::Ready(Arc::clone(&table));
+                Ok(vec![ClientAction::TableChanged(table), acknowledge(generation)])
+            }
             (_, found) => Err(HandshakeError::OutOfTurn { found, expected }),
         }
     }
@@ -222,7 +238,9 @@ impl ClientRails {
         let State::Routes(offer) = std::mem::replace(&mut self.state, State::Failed) else {
             return Err(HandshakeError::Driver { called: "on_routes", expected });
         };
-        let Pairing { pairs, .. } = pair(&offer.rails, devices, sources, &self.settings.wishes)?;
+        let wishes = &self.settings.wishes;
+        let Pairing { pairs, one_rail } = pair(&offer.rails, devices, sources, wishes)?;
+        self.one_rail = one_rail;
         let wanted = self.settings.queue_pairs.clamp(1, MAX_QPS_PER_RAIL as u8);
         let rail = |pair: RailPair| {
             let queue_pairs = wanted.min(pair.offered.most_queue_pairs);
@@ -300,8 +318,14 @@ impl ClientRails {
         }
     }
 
-    fn checked(&self, body: &[u8]) -> Result<CheckedTable, HandshakeError> {
-        Ok(Table::decode(body)?.check(&self.shapes, self.rails.len())?)
+    /// A table that fits the store and the connection, newer than the one before.
+    fn newer(&self, current: Option<u64>, body: &[u8]) -> Result<CheckedTable, HandshakeError> {
+        let table = Table::decode(body)?.check(&self.shapes, self.rails.len())?;
+        let found = table.generation();
+        match current {
+            Some(current) if found <= current => Err(HandshakeError::OldTable { found, current }),
+            _ => Ok(table),
+        }
     }
 
     fn ready(&mut self, table: CheckedTable) -> Vec<ClientAction> {
@@ -309,17 +333,6 @@ impl ClientRails {
         let table = Arc::new(table);
         self.state = State::Ready(Arc::clone(&table));
         vec![ClientAction::Ready(table), acknowledge(generation)]
-    }
-
-    fn on_newer(&mut self, current: &CheckedTable, body: &[u8]) -> Actions {
-        let table = self.checked(body)?;
-        let (found, current) = (table.generation(), current.generation());
-        if found <= current {
-            return Err(HandshakeError::OldTable { found, current });
-        }
-        let table = Arc::new(table);
-        self.state = State::Ready(Arc::clone(&table));
-        Ok(vec![ClientAction::TableChanged(table), acknowledge(found)])
     }
 }
 

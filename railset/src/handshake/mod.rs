@@ -17,6 +17,8 @@
 //!   TableChanged, TableAck  ->
 //! ```
 //!
+//! An acknowledgement stands for every older table too: the client has put them away.
+//!
 //! The peer's ends are ready to receive before `Connected` leaves, so a client may post as soon as
 //! its own are up. The path MTU and the READ depth are the smaller of what both ends have: one
 //! taken from the local port alone comes up and then fails on the first READ.
@@ -184,12 +186,12 @@ pub enum HandshakeError {
         current: u64,
     },
     /// The client acknowledges a table that was not sent, or one it has acknowledged before.
-    #[error("the client acknowledges generation {found}; due is {due:?}")]
+    #[error("the client acknowledges table generation {found}; due are {due:?}")]
     Acknowledged {
         /// The generation acknowledged.
         found: u64,
-        /// The oldest one that is not acknowledged.
-        due: Option<u64>,
+        /// Those that are not acknowledged; each also stands for the ones before it.
+        due: Vec<u64>,
     },
     /// The client acknowledges nothing.
     #[error("the client has not acknowledged the last {most} tables")]

@@ -293,11 +293,13 @@ impl PeerHandshake {
 
     fn on_ack(&mut self, body: &[u8]) -> Actions {
         let TableAck { generation } = decoded(Kind::TableAck, TableAck::decode(body))?;
-        let due = self.unacknowledged.pop_front();
-        if due != Some(generation) {
+        // It puts every older table away too.
+        let Some(at) = self.unacknowledged.iter().position(|sent| *sent == generation) else {
+            let due = self.unacknowledged.iter().copied().collect();
             return Err(HandshakeError::Acknowledged { found: generation, due });
-        }
-        self.acknowledged = due;
+        };
+        self.unacknowledged.drain(..=at);
+        self.acknowledged = Some(generation);
         self.state = State::Ready;
         Ok(vec![PeerAction::Acknowledged(generation)])
     }

@@ -69,15 +69,20 @@ fn an_offered_address_that_cannot_be_reached_is_refused() {
     }
 }
 
-fn answered(change: impl FnOnce(&mut Connected)) -> HandshakeError {
-    let (mut client, connect) = connecting();
+/// The answer that is due to a `Connect`.
+fn answer(connect: &Connect) -> Connected {
     let rail = |rail: &ConnectRail| railset::message::ConnectedRail {
         index: rail.index,
         mtu: Mtu::B1024,
         depth: 16,
         queue_pairs: ends(2),
     };
-    let mut connected = Connected { rails: connect.rails.iter().map(rail).collect() };
+    Connected { rails: connect.rails.iter().map(rail).collect() }
+}
+
+fn answered(change: impl FnOnce(&mut Connected)) -> HandshakeError {
+    let (mut client, connect) = connecting();
+    let mut connected = answer(&connect);
     change(&mut connected);
     client.on_message(Kind::Connected, &connected.encode()).unwrap_err()
 }
@@ -95,6 +100,28 @@ fn an_answer_that_does_not_fit_the_connect_is_refused() {
     assert_eq!(error, HandshakeError::MtuTooLarge { index: 0, found, most });
     let error = answered(|connected| connected.rails[1].depth = 17);
     assert_eq!(error, HandshakeError::DepthTooLarge { index: 1, found: 17, most: 16 });
+}
+
+#[test]
+fn a_table_that_comes_before_the_queue_pairs_are_up_waits_for_them() {
+    let (mut client, connect) = connecting();
+    client.on_message(Kind::Connected, &answer(&connect).encode()).unwrap();
+    assert_eq!(client.on_message(Kind::Table, &table(3).encode()), Ok(Vec::new()));
+    assert_eq!((client.waits_for(), client.table()), (ClientWaits::Up, None));
+    let actions = client.on_up().unwrap();
+    let is_ready = matches!(&actions[..], [ClientAction::Ready(_), ClientAction::Send(..)]);
+    assert!(is_ready && client.table().is_some(), "{actions:?}");
+    let (mut client, connect) = connecting();
+    client.on_message(Kind::Connected, &answer(&connect).encode()).unwrap();
+    client.on_message(Kind::Table, &table(3).encode()).unwrap();
+    client.on_message(Kind::Table, &table(4).encode()).unwrap();
+    let ack = ClientAction::Send(Kind::TableAck, TableAck { generation: 4 }.encode());
+    assert_eq!(client.on_up().unwrap()[1], ack, "the newest stands for both");
+    let (mut client, connect) = connecting();
+    client.on_message(Kind::Connected, &answer(&connect).encode()).unwrap();
+    client.on_message(Kind::Table, &table(3).encode()).unwrap();
+    let error = client.on_message(Kind::Table, &table(3).encode()).unwrap_err();
+    assert_eq!(error, HandshakeError::OldTable { found: 3, current: 3 });
 }
 
 #[test]
@@ -170,16 +197,19 @@ fn a_message_that_comes_twice_or_too_early_is_refused() {
 fn only_the_table_that_is_due_can_be_acknowledged() {
     let ack = |generation| TableAck { generation }.encode();
     let error = publishing().on_message(Kind::TableAck, &ack(4)).unwrap_err();
-    assert_eq!(error, HandshakeError::Acknowledged { found: 4, due: Some(3) });
+    assert_eq!(error, HandshakeError::Acknowledged { found: 4, due: vec![3] });
     let mut peer = publishing();
     let actions = peer.on_message(Kind::TableAck, &ack(3)).unwrap();
     assert_eq!(actions, [PeerAction::Acknowledged(3)]);
     let error = peer.on_message(Kind::TableAck, &ack(3)).unwrap_err();
-    assert_eq!(error, HandshakeError::Acknowledged { found: 3, due: None });
+    assert_eq!(error, HandshakeError::Acknowledged { found: 3, due: Vec::new() });
     let mut peer = publishing();
     peer.update(&table(4)).unwrap();
-    let error = peer.on_message(Kind::TableAck, &ack(4)).unwrap_err();
-    assert_eq!(error, HandshakeError::Acknowledged { found: 4, due: Some(3) });
+    peer.update(&table(6)).unwrap();
+    peer.on_message(Kind::TableAck, &ack(4)).unwrap();
+    assert_eq!((peer.acknowledged(), peer.waits_for()), (Some(4), PeerWaits::TableAck));
+    let error = peer.on_message(Kind::TableAck, &ack(3)).unwrap_err();
+    assert_eq!(error, HandshakeError::Acknowledged { found: 3, due: vec![6] });
 }
 
 /// What a client that is ready or about to be says of a table.

@@ -12,7 +12,7 @@ use railset::facts::Mtu;
 use railset::handshake::client::{ClientSettings, ClientWaits};
 use railset::handshake::peer::PeerWaits;
 use railset::message::{Kind, MAX_QPS_PER_RAIL};
-use railset::pairing::{DualRail, RailWishes};
+use railset::pairing::{DualRail, OneRail, RailWishes};
 
 use world::{Link, World, shapes, table};
 
@@ -56,6 +56,14 @@ fn a_client_takes_as_many_queue_pairs_as_the_peer_allows() {
 }
 
 #[test]
+fn a_depth_that_the_user_set_bounds_both_ends() {
+    let mut world = World::new();
+    world.settings(ClientSettings { depth: 3, ..ClientSettings::default() });
+    world.run(Link::default()).unwrap();
+    assert_eq!([world.client_ups[0].depth, world.peer_ups[0].depth], [3, 3]);
+}
+
+#[test]
 fn one_rail_is_enough_and_gets_its_own_columns() {
     let mut world = World::new();
     let wishes = RailWishes {
@@ -66,6 +74,7 @@ fn one_rail_is_enough_and_gets_its_own_columns() {
     world.run(Link::default()).unwrap();
     world.assert_ready();
     assert_eq!(world.peer.rails(), [1]);
+    assert_eq!(world.client.one_rail(), Some(&OneRail::Wished));
     let table = world.client.table().unwrap();
     assert_eq!(table.place(0, 0, 0).unwrap().rkey, 20, "the second offered rail's key");
     assert_eq!(table.place(0, 0, 1), None);
