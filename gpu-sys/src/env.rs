@@ -37,7 +37,7 @@ macro_rules! variables {
 }
 
 variables! {
-    EXPERT_BACKEND: "uma", "uma, posix, rdma",
+    EXPERT_BACKEND: "uma", "uma, posix, rdma, rdma-verbs",
         "Where experts come from: a local store, or a peer.";
     EXPERT_STORE: "none", "directory",
         "The store of the local backends and of the peer.";
@@ -82,6 +82,14 @@ variables! {
     EXPERT_RDMA_GID: "chosen", "GID index, 0-255",
         "The first rail's row of its port's GID table; unset, a routable RoCEv2 one of the \
          peer's family, preferring the route's own address.";
+    EXPERT_QUEUE_PAIRS: "2", "queue pairs, 1-16",
+        "Queue pairs per rail: one has at most its device's max_rd_atomic READs outstanding, often 16, \
+         which a fast rail does not notice.";
+    EXPERT_QUEUE_PAIR_DEPTH: "64", "READs, 1-4096",
+        "READs queued per queue pair: those behind the outstanding ones begin without a look at the \
+         queue by the processor.";
+    EXPERT_DRAIN_MS: "1000", "ms, 1-60000",
+        "Longest wait for what flies on a rail that broke, before its queue pairs are destroyed.";
     EXPERT_DUAL_RAIL: "as many as both sides have", "1 for two, 0 for one",
         "How many rails: with 1 a connection that cannot have two fails.";
     EXPERT_RAIL2_DEV: "chosen", "device, as ibv_devices names it",

@@ -181,6 +181,15 @@ impl PinnedPages {
         NonNull::new(self.map.as_mut_ptr()).expect("mmap of a length above zero is never null")
     }
 
+    /// All bytes, for the only holder, who has not handed the address to anybody yet.
+    #[must_use]
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        let (start, bytes) = (self.address(), self.len());
+        // SAFETY: one mapping of that length, zeroed when it was made; it is borrowed mutably, and
+        // whoever made references of the address before has promised that they are gone.
+        unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), bytes) }
+    }
+
     /// Bytes pinned: those asked for, rounded up to whole pages.
     #[must_use]
     #[allow(clippy::len_without_is_empty, reason = "a mapping of no bytes cannot be made")]

@@ -74,6 +74,12 @@ impl Kind {
     pub const ALL: [Self; 6] =
         [Self::Request, Self::Offer, Self::Connect, Self::Connected, Self::Table, Self::TableAck];
 
+    /// Whether it is the client that sends it.
+    #[must_use]
+    pub fn is_from_client(self) -> bool {
+        matches!(self, Self::Request | Self::Connect | Self::TableAck)
+    }
+
     /// Shortest and longest body, in bytes: what a frame may be allocated for.
     #[must_use]
     pub fn body_range(self) -> (usize, usize) {

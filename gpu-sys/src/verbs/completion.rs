@@ -101,6 +101,7 @@ impl CompletionQueue {
     /// The queue is broken: nothing on it can be trusted to complete.
     pub fn poll(&self, into: &mut Completions) -> Result<usize, VerbsError> {
         into.filled = 0;
+        super::calls::count();
         let room = i32::try_from(into.raw.len()).unwrap_or(i32::MAX);
         // SAFETY: the queue is alive, and `raw` has room for `room` completions.
         let count = unsafe { ffi::ibv_poll_cq(self.raw.as_ptr(), room, into.raw.as_mut_ptr()) };

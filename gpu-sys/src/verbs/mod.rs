@@ -18,6 +18,7 @@
 //! Nothing is needed to build this. Where libibverbs is not installed, [`Library::open`] says what
 //! to install.
 
+mod calls;
 mod completion;
 mod context;
 mod error;
@@ -38,6 +39,7 @@ mod settings;
 mod tests;
 mod work;
 
+pub use calls::calls;
 pub use completion::{CompletionChannel, CompletionQueue, Completions, WorkCompletion};
 pub use context::{Context, DeviceLimits};
 pub use error::{ConnectError, DeregError, PostError, PostRefused, SettleError, VerbsError};

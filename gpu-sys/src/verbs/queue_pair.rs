@@ -105,6 +105,7 @@ impl<T> QueuePair<T> {
     /// The device or the queue pair refuses a request. Those before it are in flight, as
     /// [`PostError::taken`] says; it and those behind it are in `batch`.
     pub fn post(&mut self, batch: &mut Vec<Post<T>>) -> Result<usize, PostError> {
+        super::calls::count();
         let offered = batch.len().min(self.room());
         let inline_bytes = self.core.options.inline_bytes;
         let too_long =
