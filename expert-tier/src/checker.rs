@@ -80,6 +80,11 @@ impl<J: Job> Checker<J> {
         if self.threads.is_empty() {
             return job.run();
         }
+        self.push(job);
+    }
+
+    /// Puts a job in line; with no threads, it waits there for [`help`](Self::help).
+    pub(crate) fn push(&self, job: J) {
         let mut queue = self.shared.lock();
         queue.jobs.push_back(job);
         let wake = queue.sleeping > 0;

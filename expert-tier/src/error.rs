@@ -98,6 +98,25 @@ pub enum FetchError {
         /// Which bound it was.
         bound: Bound,
     },
+    /// The peer does not hold the record in memory, so it cannot be read.
+    #[error(
+        "{key} from {peer}: not in the peer's memory; raise the peer's locked-memory limit, or use --expert-backend rdma"
+    )]
+    NotResident {
+        /// The record.
+        key: ExpertKey,
+        /// The peer's address.
+        peer: String,
+    },
+    /// The slot's arena cannot be registered with a device.
+    #[cfg(metrale_rdma_verbs)]
+    #[error("{key}: the arena cannot be registered: {source}")]
+    Register {
+        /// The record.
+        key: ExpertKey,
+        /// Why not.
+        source: Box<gpu_sys::verbs::VerbsError>,
+    },
     /// There is no connection to the peer, or it broke on every attempt.
     #[error("{key} from {peer}: {reason} (attempts: {attempts})")]
     Unreachable {
@@ -135,7 +154,10 @@ impl FetchError {
             Self::Peer { status, .. } => matches!(status, Status::Busy | Status::Draining),
             #[cfg(feature = "unverified")]
             Self::Unchecked { .. } => false,
+            #[cfg(metrale_rdma_verbs)]
+            Self::Register { source, .. } => source.is_transient(),
             Self::Key(_)
+            | Self::NotResident { .. }
             | Self::SlotTooSmall { .. }
             | Self::Mismatch { .. }
             | Self::Store(_)
@@ -157,6 +179,9 @@ impl FetchError {
             Self::Peer { status, .. } => status.name(),
             Self::Deadline { .. } => "deadline",
             Self::Unreachable { .. } => "unreachable",
+            Self::NotResident { .. } => "not_resident",
+            #[cfg(metrale_rdma_verbs)]
+            Self::Register { .. } => "register",
             Self::Cancelled { .. } => "cancelled",
             Self::Closed { .. } => "closed",
         }

@@ -74,5 +74,7 @@ pub mod testing;
 pub mod tier;
 pub mod trace;
 pub mod uma;
+#[cfg(metrale_rdma_verbs)]
+pub mod verbs;
 pub mod wire;
 mod worker;

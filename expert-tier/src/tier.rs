@@ -35,11 +35,13 @@ pub enum TierKind {
     Uma,
     /// A peer over TCP.
     Rdma,
+    /// A peer over RDMA verbs.
+    RdmaVerbs,
 }
 
 impl TierKind {
-    /// Every backend of this build.
-    pub const ALL: [Self; 3] = [Self::Posix, Self::Uma, Self::Rdma];
+    /// Every backend; [`RdmaVerbs`](Self::RdmaVerbs) is not in every build.
+    pub const ALL: [Self; 4] = [Self::Posix, Self::Uma, Self::Rdma, Self::RdmaVerbs];
 
     /// The value of `--expert-backend`, and the label in metrics.
     #[must_use]
@@ -48,6 +50,7 @@ impl TierKind {
             Self::Posix => "posix",
             Self::Uma => "uma",
             Self::Rdma => "rdma",
+            Self::RdmaVerbs => "rdma-verbs",
         }
     }
 }
@@ -66,7 +69,8 @@ pub enum UnknownBackend {
     NoVerbs,
     /// Any other name.
     #[error(
-        "{0:?} is no expert backend: this build has posix and uma (a local store), rdma (a peer)"
+        "{0:?} is no expert backend; there are posix and uma (a local store), rdma (a peer over \
+         TCP) and rdma-verbs (a peer over RDMA)"
     )]
     Name(String),
 }
@@ -75,12 +79,10 @@ impl FromStr for TierKind {
     type Err = UnknownBackend;
 
     fn from_str(name: &str) -> Result<Self, UnknownBackend> {
-        match name {
-            "rdma-verbs" => Err(UnknownBackend::NoVerbs),
-            _ => Self::ALL
-                .into_iter()
-                .find(|kind| kind.name() == name)
-                .ok_or_else(|| UnknownBackend::Name(name.chars().take(32).collect())),
+        let kind = Self::ALL.into_iter().find(|kind| kind.name() == name);
+        match kind.ok_or_else(|| UnknownBackend::Name(name.chars().take(32).collect()))? {
+            Self::RdmaVerbs if cfg!(not(metrale_rdma_verbs)) => Err(UnknownBackend::NoVerbs),
+            kind => Ok(kind),
         }
     }
 }
@@ -92,6 +94,8 @@ pub enum Source {
     Local,
     /// A peer, over TCP.
     Tcp,
+    /// A peer's memory, by RDMA READ.
+    Read,
 }
 
 impl Source {
@@ -101,6 +105,7 @@ impl Source {
         match self {
             Self::Local => "local",
             Self::Tcp => "tcp",
+            Self::Read => "read",
         }
     }
 }
@@ -411,10 +416,13 @@ mod tests {
     #[test]
     fn backends_are_found_by_name_and_others_are_explained() {
         for kind in TierKind::ALL {
+            if kind == TierKind::RdmaVerbs && cfg!(not(metrale_rdma_verbs)) {
+                let error = kind.name().parse::<TierKind>().unwrap_err().to_string();
+                assert!(error.contains("--expert-backend rdma"), "{error}");
+                continue;
+            }
             assert_eq!(kind.name().parse(), Ok(kind));
         }
-        let error = "rdma-verbs".parse::<TierKind>().unwrap_err().to_string();
-        assert!(error.contains("--expert-backend rdma"), "{error}");
         assert!("floppy".parse::<TierKind>().unwrap_err().to_string().contains("posix"));
     }
 

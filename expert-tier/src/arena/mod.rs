@@ -36,8 +36,8 @@ use gpu_sys::limits::Bytes;
 use gpu_sys::pinned::{NumaPlacement, PageKind, PinError, PinnedOptions, PinnedPages};
 
 pub use options::{ArenaOptions, CudaUse, DEFAULT_DRAIN_WAIT, MAX_SLOTS, SlabPlan};
-#[cfg(test)]
-use parts::Part;
+#[cfg(any(test, metrale_rdma_verbs))]
+pub(crate) use parts::Part;
 pub(crate) use parts::{Gathered, LandedPart, Parted};
 pub use pool::SlotCounts;
 pub(crate) use slot::Judged;
@@ -241,6 +241,26 @@ impl ExpertArena {
             numa: pages.numa(),
             device: self.device().map(|d| d.to_string()).ok_or_else(|| self.0.no_device.clone()),
         }
+    }
+}
+
+/// Names an arena while it lives.
+#[cfg(metrale_rdma_verbs)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct ArenaId(usize);
+
+#[cfg(metrale_rdma_verbs)]
+impl ExpertArena {
+    pub(crate) fn id(&self) -> ArenaId {
+        ArenaId(Arc::as_ptr(&self.0).addr())
+    }
+}
+
+// SAFETY: as below; a NIC writes to parts that a queue pair has, which nobody can look at.
+#[cfg(metrale_rdma_verbs)]
+unsafe impl gpu_sys::verbs::Memory for ExpertArena {
+    fn region(&self) -> (NonNull<u8>, usize) {
+        Region::region(self)
     }
 }
 

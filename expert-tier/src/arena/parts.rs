@@ -21,6 +21,8 @@ use std::time::Duration;
 
 use super::slot::{Checking, Free, Hold, Judged, Rejected, Slot, TooSmall};
 use super::sync::{self, Condvar, Mutex};
+#[cfg(metrale_rdma_verbs)]
+use super::{ArenaId, ExpertArena};
 use super::{ArenaInner, LeaseEnd};
 use crate::pieces::{self, Pieces};
 use crate::record::{Mismatch, RecordIdentity};
@@ -96,7 +98,13 @@ impl Slot<Parted> {
         let range = *cut..pieces.part_end(*cut, most);
         *cut = range.end;
         let (pieces, checking) = (*pieces, *checking);
-        Some(Part(Share { hold: self.hold.another(), range, pieces, checking }))
+        Some(Part(Share { hold: self.hold.another(), range, pieces, checking, tag: 0 }))
+    }
+
+    /// The arena that the slot is of.
+    #[cfg(metrale_rdma_verbs)]
+    pub(crate) fn arena(&self) -> ExpertArena {
+        ExpertArena(Arc::clone(&self.hold.arena))
     }
 
     /// The slot with nobody else at it.
@@ -178,6 +186,7 @@ struct Share {
     range: Range<usize>,
     pieces: Pieces,
     checking: Checking,
+    tag: u32,
 }
 
 impl Drop for Share {
@@ -201,6 +210,25 @@ impl Part {
         self.0.range.clone()
     }
 
+    /// The same part, with a number that its holder knows it by.
+    #[cfg(metrale_rdma_verbs)]
+    pub(crate) fn tagged(mut self, tag: u32) -> Self {
+        self.0.tag = tag;
+        self
+    }
+
+    /// The number that its holder knows it by; 0 if it was given none.
+    #[cfg(metrale_rdma_verbs)]
+    pub(crate) fn tag(&self) -> u32 {
+        self.0.tag
+    }
+
+    /// Which arena it is of.
+    #[cfg(metrale_rdma_verbs)]
+    pub(crate) fn arena_id(&self) -> ArenaId {
+        ArenaId(Arc::as_ptr(&self.0.hold.arena).addr())
+    }
+
     /// The bytes, from the `done`th on.
     pub(crate) fn spare(&mut self, done: usize) -> &mut [std::mem::MaybeUninit<u8>] {
         let Share { hold, range, .. } = &self.0;
@@ -219,14 +247,31 @@ impl Part {
     }
 }
 
+// SAFETY: the slot's memory is mapped as long as any hold keeps the arena, and stays where it is.
+// Parts do not overlap, nobody but a part's holder reaches its bytes before it is gone, and a part
+// that is in flight has no holder but the queue pair.
+#[cfg(metrale_rdma_verbs)]
+unsafe impl gpu_sys::verbs::Landing for Part {
+    fn landing(&self) -> (std::ptr::NonNull<u8>, usize) {
+        let Share { hold, range, .. } = &self.0;
+        hold.arena.memory.start_and_room(hold.range(range.start, range.end))
+    }
+}
+
 /// Bytes of a slot that have arrived and are not written any more.
 #[derive(Debug)]
 pub(crate) struct LandedPart(Share);
 
 impl LandedPart {
+    /// The number that the part's holder knew it by.
+    #[cfg(metrale_rdma_verbs)]
+    pub(crate) fn tag(&self) -> u32 {
+        self.0.tag
+    }
+
     /// Takes the checksums of its pieces and leaves them with the slot.
     pub(crate) fn check(self) {
-        let Share { hold, range, pieces, checking } = &self.0;
+        let Share { hold, range, pieces, checking, .. } = &self.0;
         let looked_at = match checking {
             Checking::On => true,
             #[cfg(feature = "unverified")]

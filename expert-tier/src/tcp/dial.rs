@@ -116,7 +116,7 @@ impl Dialler {
     }
 
     /// The same, given up soon after `stopped` says so.
-    pub(super) fn dial_unless(
+    pub(crate) fn dial_unless(
         &self,
         stopped: &dyn Fn() -> bool,
         goal: Goal,

@@ -12,6 +12,8 @@
 //! [`FrameHeader::decode`] refuses a body longer than its type allows, so nothing is ever
 //! allocated for a length that an outsider made up.
 
+use railset::message::Kind;
+
 use crate::layout::{MAX_CHUNKS, MAX_PAYLOAD_BYTES, header_bytes};
 use crate::store::manifest;
 
@@ -77,6 +79,18 @@ wire_enum! {
         StatusRequest = 18,
         /// Peer: a JSON document.
         StatusReport = 19,
+        /// Client, attached: which rails are there?
+        RailsRequest = 24,
+        /// Peer: these.
+        RailsOffer = 25,
+        /// Client: I use these of them, with these queue pairs.
+        RailsConnect = 26,
+        /// Peer: mine are connected to yours.
+        RailsConnected = 27,
+        /// Peer: where in its memory the experts are, from now on.
+        RailsTable = 28,
+        /// Client: I use the table of this generation and no older one.
+        RailsTableAck = 29,
         /// Peer: I will not serve you, with the reason; the connection closes.
         Refusal = 32,
         /// Peer: I am shutting down; requests already sent are still answered.
@@ -98,8 +112,41 @@ impl FrameType {
             Self::Record => (0, header_bytes(MAX_CHUNKS) + MAX_PAYLOAD_BYTES),
             Self::StatusReport => (0, MAX_STATUS_BYTES),
             Self::Refusal => (0, MAX_TEXT_BYTES),
+            Self::RailsRequest => rails(Kind::Request),
+            Self::RailsOffer => rails(Kind::Offer),
+            Self::RailsConnect => rails(Kind::Connect),
+            Self::RailsConnected => rails(Kind::Connected),
+            Self::RailsTable => rails(Kind::Table),
+            Self::RailsTableAck => rails(Kind::TableAck),
             Self::ManifestRequest | Self::Attached | Self::StatusRequest | Self::Drain => (0, 0),
         }
+    }
+}
+
+/// What `railset` says of a body of its own.
+fn rails(kind: Kind) -> (u64, u64) {
+    let (least, most) = kind.body_range();
+    (least as u64, most as u64)
+}
+
+impl From<Kind> for FrameType {
+    fn from(kind: Kind) -> Self {
+        match kind {
+            Kind::Request => Self::RailsRequest,
+            Kind::Offer => Self::RailsOffer,
+            Kind::Connect => Self::RailsConnect,
+            Kind::Connected => Self::RailsConnected,
+            Kind::Table => Self::RailsTable,
+            Kind::TableAck => Self::RailsTableAck,
+        }
+    }
+}
+
+impl FrameType {
+    /// Which body of `railset` the frame carries, if it is one of those that do.
+    #[must_use]
+    pub fn rails_kind(self) -> Option<Kind> {
+        Kind::ALL.into_iter().find(|&kind| Self::from(kind) == self)
     }
 }
 
@@ -125,6 +172,8 @@ wire_enum! {
         Protocol = 7,
         /// The peer is shutting down.
         Draining = 8,
+        /// The peer publishes no rails: its records come over TCP alone.
+        NoRails = 9,
     }
 }
 
@@ -142,6 +191,7 @@ impl Status {
             Self::OtherStore => "other_store",
             Self::Protocol => "protocol",
             Self::Draining => "draining",
+            Self::NoRails => "no_rails",
         }
     }
 }

@@ -1,0 +1,121 @@
+//! One request on its way through the backend, and the table of all of them.
+
+use std::time::Instant;
+
+use crate::arena::{Part, Parted, Slot};
+use crate::error::FetchError;
+use crate::key::ExpertKey;
+use crate::record::RecordIdentity;
+use crate::tier::{CompletionQueue, Ticket};
+
+/// One request.
+pub(super) struct Call {
+    pub(super) ticket: Ticket,
+    pub(super) identity: RecordIdentity,
+    /// The layer's place in the manifest and in the peer's table.
+    pub(super) layer_index: usize,
+    pub(super) queue: CompletionQueue,
+    pub(super) submitted: Instant,
+    pub(super) attempts: u32,
+    pub(super) slot: Slot<Parted>,
+    /// Parts that came back from a rail that broke, to be read again.
+    pub(super) back: Vec<Part>,
+    /// Parts that fly or are being checked.
+    pub(super) out: usize,
+    /// Whether it is in the line of those that have parts to post.
+    pub(super) in_line: bool,
+    pub(super) cancelled: bool,
+    /// Its completion has been sent: its time was over while a NIC could still write.
+    pub(super) told: bool,
+    /// Why it has failed, once nothing of it flies any more.
+    pub(super) failed: Option<FetchError>,
+}
+
+impl Call {
+    pub(super) fn new(
+        ticket: Ticket,
+        identity: RecordIdentity,
+        layer_index: usize,
+        queue: CompletionQueue,
+        submitted: Instant,
+        slot: Slot<Parted>,
+    ) -> Self {
+        let (attempts, back, out, in_line) = (1, Vec::new(), 0, false);
+        let (cancelled, told, failed) = (false, false, None);
+        Self {
+            ticket,
+            identity,
+            layer_index,
+            queue,
+            submitted,
+            attempts,
+            slot,
+            back,
+            out,
+            in_line,
+            cancelled,
+            told,
+            failed,
+        }
+    }
+
+    pub(super) fn key(&self) -> ExpertKey {
+        self.identity.key
+    }
+
+    /// Whether more of it is wanted.
+    pub(super) fn is_wanted(&self) -> bool {
+        !self.cancelled && !self.told && self.failed.is_none()
+    }
+
+    /// Whether there is something to post.
+    pub(super) fn has_parts(&self) -> bool {
+        self.is_wanted() && (!self.back.is_empty() || self.slot.uncut() > 0)
+    }
+
+    /// Whether nothing of it flies and nothing is to.
+    pub(super) fn is_over(&self) -> bool {
+        self.out == 0 && !self.has_parts()
+    }
+}
+
+/// Calls by number. A number is used again only when its call is gone, which is after the last of
+/// its parts has come back; so a part's tag always names its own call.
+#[derive(Default)]
+pub(super) struct Calls {
+    places: Vec<Option<Call>>,
+    free: Vec<u32>,
+}
+
+impl Calls {
+    pub(super) fn insert(&mut self, call: Call) -> u32 {
+        if let Some(id) = self.free.pop() {
+            self.places[id as usize] = Some(call);
+            return id;
+        }
+        // Each has a slot, and an arena has at most 2^20 of them.
+        let id = u32::try_from(self.places.len()).expect("fewer calls than 2^32");
+        self.places.push(Some(call));
+        id
+    }
+
+    pub(super) fn find(&mut self, id: u32) -> Option<&mut Call> {
+        self.places.get_mut(id as usize)?.as_mut()
+    }
+
+    pub(super) fn take(&mut self, id: u32) -> Option<Call> {
+        let call = self.places.get_mut(id as usize)?.take()?;
+        self.free.push(id);
+        Some(call)
+    }
+
+    /// One more than the largest number in use.
+    pub(super) fn len(&self) -> u32 {
+        self.places.len() as u32
+    }
+
+    pub(super) fn with_ticket(&self, ticket: Ticket) -> Option<u32> {
+        let is_it = |call: &Call| call.ticket == ticket;
+        self.places.iter().position(|place| place.as_ref().is_some_and(is_it)).map(|id| id as u32)
+    }
+}

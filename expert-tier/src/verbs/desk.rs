@@ -1,0 +1,484 @@
+//! Every request of the backend, and the rails that can carry them.
+//!
+//! One lock guards all of it; it is held for bookkeeping, for posting and for looking at completion
+//! queues, none of which waits. Whoever waits for a completion looks after the rails meanwhile, so
+//! that a fetch costs no hand-over to another thread; where nobody waits, the keeper does. Checking
+//! a part is done outside the lock.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::{Duration, Instant};
+
+use railset::table::CheckedTable;
+
+use super::VerbsOptions;
+use super::call::Call;
+use super::devices::Devices;
+use super::rail::Rail;
+use super::state::{Late, State};
+use crate::account::Accounts;
+use crate::arena::{Free, Gathered, Judged, LandedPart, Part, Rejected, Slot};
+use crate::checker::{Checker, Job};
+use crate::error::{Bound, FetchError, FetchFailure};
+use crate::key::ExpertKey;
+use crate::record::RecordIdentity;
+use crate::store::manifest::Manifest;
+use crate::tier::{CompletionQueue, Fetched, Outcome, Source, Ticket, TierKind};
+
+/// Shortest time between two looks at every request's age.
+const LOOK: Duration = Duration::from_millis(20);
+
+pub(super) struct Desk {
+    pub(super) options: VerbsOptions,
+    pub(super) manifest: Arc<Manifest>,
+    pub(super) accounts: Accounts,
+    pub(super) devices: Devices,
+    state: Mutex<State>,
+    /// Rung when the backend closes, and when the first request after a lull comes.
+    bell: Condvar,
+    /// READs in flight now, and most at once so far.
+    in_flight: AtomicUsize,
+    most_in_flight: AtomicUsize,
+    /// Whether a request waits that nobody has tried to post.
+    wants_ring: AtomicBool,
+    /// Whether a caller looks after the rails at the moment.
+    driven: AtomicBool,
+    reconnects: AtomicU64,
+    rejections: AtomicU64,
+    opened: Instant,
+    /// Milliseconds after `opened` at which somebody last looked for requests out of time.
+    looked_ms: AtomicU64,
+}
+
+/// A part to check, and where its call is.
+pub(super) struct CheckPart {
+    part: LandedPart,
+    desk: Arc<Desk>,
+}
+
+impl Job for CheckPart {
+    fn run(self) {
+        let call = self.part.tag();
+        self.part.check();
+        self.desk.part_done(call);
+    }
+}
+
+pub(super) type PartChecker = Checker<CheckPart>;
+
+impl Desk {
+    pub(super) fn new(options: VerbsOptions, manifest: Arc<Manifest>, devices: Devices) -> Self {
+        Self {
+            options,
+            manifest,
+            accounts: Accounts::new(TierKind::RdmaVerbs, Source::Read),
+            devices,
+            state: Mutex::new(State::new()),
+            bell: Condvar::new(),
+            in_flight: AtomicUsize::new(0),
+            most_in_flight: AtomicUsize::new(0),
+            wants_ring: AtomicBool::new(false),
+            driven: AtomicBool::new(false),
+            reconnects: AtomicU64::new(0),
+            rejections: AtomicU64::new(0),
+            opened: Instant::now(),
+            looked_ms: AtomicU64::new(0),
+        }
+    }
+
+    pub(super) fn healthy(&self) -> bool {
+        self.lock().healthy
+    }
+
+    pub(super) fn reconnects(&self) -> u64 {
+        self.reconnects.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn most_in_flight(&self) -> usize {
+        self.most_in_flight.load(Ordering::Relaxed)
+    }
+
+    /// Whether nothing flies, so that looking at the rails finds nothing.
+    pub(super) fn is_idle(&self) -> bool {
+        self.in_flight.load(Ordering::Relaxed) == 0
+    }
+
+    // ---- requests ----
+
+    /// Takes a request; [`ring`](Self::ring) posts it.
+    pub(super) fn take(
+        &self,
+        ticket: Ticket,
+        identity: RecordIdentity,
+        slot: Slot<Free>,
+        queue: &CompletionQueue,
+        submitted: Instant,
+    ) {
+        let key = identity.key;
+        let layer_index = match self.manifest.layout().locate_at(key) {
+            Ok((index, _)) => index,
+            Err(error) => {
+                return self.refuse(ticket, key, queue, submitted, FetchFailure::new(error, slot));
+            }
+        };
+        let slot = match slot.begin_parted(identity) {
+            Ok(slot) => slot,
+            Err(refused) => {
+                let failure = FetchFailure::too_small(key, refused);
+                return self.refuse(ticket, key, queue, submitted, failure);
+            }
+        };
+        let arena = slot.arena();
+        if !self.devices.knows(&arena)
+            && let Err(error) = self.devices.register(&arena)
+        {
+            let error = Box::new(FetchError::Register { key, source: Box::new(error) });
+            let slot = slot.gather().ok().map(Slot::<Gathered>::abandon);
+            let failure = FetchFailure { error, slot };
+            return self.refuse(ticket, key, queue, submitted, failure);
+        }
+        self.lock().add(Call::new(ticket, identity, layer_index, queue.clone(), submitted, slot));
+    }
+
+    /// Completes a request that was never taken.
+    pub(super) fn refuse(
+        &self,
+        ticket: Ticket,
+        key: ExpertKey,
+        queue: &CompletionQueue,
+        submitted: Instant,
+        failure: FetchFailure,
+    ) {
+        let outcome = Outcome::Failed(failure);
+        self.accounts.count(&outcome, submitted.elapsed());
+        queue.push_outcome(ticket, key, outcome);
+    }
+
+    pub(super) fn cancel(&self, ticket: Ticket) {
+        let mut state = self.lock();
+        let over = state.cancel(ticket);
+        drop(state);
+        self.finish_all(over);
+    }
+
+    // ---- rails ----
+
+    /// New rails carry what waits.
+    pub(super) fn session_up(self: &Arc<Self>, rails: Vec<Rail>, table: Arc<CheckedTable>) {
+        let mut state = self.lock();
+        let names: Vec<_> = rails.iter().map(Rail::name).collect();
+        let outage = state.down_since.take().map(|since| since.elapsed());
+        tracing::info!(peer = %self.options.peer, rails = ?names, generation = table.generation(),
+            resident = table.resident(), outage_ms = outage.map(|o| o.as_millis()), "rails are up");
+        (state.rails, state.table, state.healthy) = (rails, Some(table), true);
+        drop(state);
+        self.ring();
+    }
+
+    pub(super) fn count_reconnect(&self) {
+        self.reconnects.fetch_add(1, Ordering::Relaxed);
+        self.accounts.reconnected();
+    }
+
+    pub(super) fn table_changed(&self, table: Arc<CheckedTable>) {
+        self.lock().table = Some(table);
+    }
+
+    /// An attempt to connect failed; logged where the reason is another than before.
+    pub(super) fn dial_failed(&self, reason: &str) {
+        let mut state = self.lock();
+        let news = state.down_why != reason;
+        state.healthy = false;
+        state.down_since.get_or_insert_with(Instant::now);
+        if news {
+            state.down_why = reason.to_owned();
+            tracing::warn!(peer = %self.options.peer, reason, "no rails to the peer; trying again");
+        }
+        drop(state);
+        self.expire();
+    }
+
+    /// Why the last rail went.
+    pub(super) fn down_why(&self) -> String {
+        self.lock().down_why.clone()
+    }
+
+    /// Ends every rail: what flies comes back, or is waited for by [`reap`](Self::reap).
+    pub(super) fn end_rails(&self, why: &str) {
+        let mut state = self.lock();
+        state.rails.iter_mut().for_each(|rail| rail.end(why.to_owned()));
+    }
+
+    /// Ends the rails that `is_hit` names.
+    pub(super) fn end_rails_where(&self, is_hit: impl Fn(&Rail) -> bool, why: &str) {
+        let mut state = self.lock();
+        state.rails.iter_mut().filter(|rail| is_hit(rail)).for_each(|r| r.end(why.to_owned()));
+    }
+
+    /// Calls `each` for every rail.
+    pub(super) fn each_rail(&self, each: impl FnMut(&Rail)) {
+        self.lock().rails.iter().for_each(each);
+    }
+
+    /// Destroys rails that are over; says how many are left. For the keeper: destroying may take
+    /// the kernel a while.
+    pub(super) fn reap(self: &Arc<Self>) -> usize {
+        let mut state = self.lock();
+        for rail in &mut state.rails {
+            if rail.is_stalled(self.options.deadline) {
+                let ms = self.options.deadline.as_millis();
+                rail.end(format!("nothing completed for {ms} ms"));
+            }
+        }
+        let drain = self.options.drain;
+        let gone: Vec<Rail> = state.rails.extract_if(.., |rail| rail.is_over(drain)).collect();
+        let left = state.rails.len();
+        if !gone.is_empty() {
+            state.healthy = state.healthy && left > 0;
+            if left == 0 {
+                state.down_since.get_or_insert_with(Instant::now);
+                state.table = None;
+            }
+        }
+        if let Some(why) = gone.iter().find_map(Rail::ending) {
+            state.down_why = why.to_owned();
+        }
+        let closing = state.closing;
+        drop(state);
+        for rail in gone {
+            if !closing {
+                let (rail, why) = (rail.name(), rail.ending().unwrap_or_default());
+                tracing::warn!(peer = %self.options.peer, rail, why, rails_left = left, "a rail is lost");
+                self.accounts.link_failed();
+            }
+            let mut back = Vec::new();
+            rail.destroy(&mut back);
+            self.put_back(back);
+        }
+        left
+    }
+
+    /// Parts that never got to fly, or whose queue pair is gone, are to be read again.
+    fn put_back(self: &Arc<Self>, parts: Vec<Part>) {
+        if parts.is_empty() {
+            return;
+        }
+        let mut over = Vec::new();
+        let mut state = self.lock();
+        for part in parts {
+            over.extend(state.came_back(part));
+        }
+        self.ring_locked(&mut state, &mut over);
+        drop(state);
+        self.finish_all(over);
+    }
+
+    /// Posts what waits, as far as the rails have room.
+    pub(super) fn ring(self: &Arc<Self>) {
+        let mut over = Vec::new();
+        let mut state = self.lock();
+        self.ring_locked(&mut state, &mut over);
+        drop(state);
+        self.finish_all(over);
+    }
+
+    fn ring_locked(&self, state: &mut State, over: &mut Vec<Call>) {
+        let was_idle = self.is_idle();
+        state.ring(&self.options, over);
+        let flying = state.in_flight();
+        self.in_flight.store(flying, Ordering::Relaxed);
+        self.most_in_flight.fetch_max(flying, Ordering::Relaxed);
+        if was_idle && flying > 0 {
+            self.bell.notify_all();
+        }
+    }
+
+    /// Takes what has landed, if nobody else does at the moment, and has it checked; says whether
+    /// there was anything.
+    pub(super) fn drive(self: &Arc<Self>, checker: &PartChecker) -> bool {
+        let mut state = match self.state.try_lock() {
+            Ok(state) => state,
+            Err(TryLockError::WouldBlock) => return false,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+        };
+        let mut over = Vec::new();
+        let wanted = self.wants_ring.swap(false, Ordering::Acquire);
+        let found = state.look(&self.options, &mut over, |part| {
+            checker.push(CheckPart { part, desk: Arc::clone(self) });
+        });
+        if found || wanted {
+            self.ring_locked(&mut state, &mut over);
+        }
+        drop(state);
+        self.finish_all(over);
+        found
+    }
+
+    /// Whether a caller looks after the rails at the moment.
+    pub(super) fn is_driven(&self) -> bool {
+        self.driven.load(Ordering::Relaxed)
+    }
+
+    /// Whether the caller is the one that looks after the rails, until it says otherwise.
+    pub(super) fn take_wheel(&self) -> bool {
+        !self.driven.swap(true, Ordering::Acquire)
+    }
+
+    pub(super) fn leave_wheel(&self) {
+        self.driven.store(false, Ordering::Release);
+    }
+
+    // ---- ends ----
+
+    /// A part has been checked.
+    fn part_done(&self, id: u32) {
+        let mut state = self.lock();
+        let over = state.part_done(id);
+        drop(state);
+        self.finish_all(over);
+    }
+
+    fn finish_all(&self, calls: impl IntoIterator<Item = Call>) {
+        calls.into_iter().for_each(|call| self.finish(call));
+    }
+
+    /// Nothing of `call` flies: what it came to.
+    fn finish(&self, call: Call) {
+        let key = call.key();
+        let Call { ticket, identity, layer_index, queue, submitted, attempts, slot, back, .. } =
+            call;
+        drop(back);
+        let gathered = slot.gather();
+        let fail = |error: FetchError, slot| {
+            Outcome::Failed(FetchFailure { error: Box::new(error), slot })
+        };
+        let outcome = match gathered {
+            // A part was lost with its queue pair: a device may still write to the slot.
+            Err(_quarantined) => {
+                let reason = "a queue pair that was reading it could not be destroyed".into();
+                let peer = self.options.peer.clone();
+                fail(FetchError::Unreachable { key, peer, reason, attempts }, None)
+            }
+            Ok(slot) if call.told => return drop(slot),
+            Ok(slot) if call.cancelled => fail(FetchError::Cancelled { key }, Some(slot.abandon())),
+            Ok(slot) => match call.failed {
+                Some(error) => fail(error, Some(slot.abandon())),
+                None => match slot.judge(&self.manifest) {
+                    Judged::Record(residency) => {
+                        Outcome::Fetched(Fetched { residency, source: Source::Read })
+                    }
+                    #[cfg(feature = "unverified")]
+                    Judged::Unchecked(unchecked) => Outcome::Unchecked(unchecked),
+                    Judged::Rejected(rejected) => {
+                        let call = Again { ticket, identity, queue, submitted, attempts };
+                        return self.reject(layer_index, call, rejected);
+                    }
+                },
+            },
+        };
+        if !call.told {
+            self.accounts.count(&outcome, submitted.elapsed());
+            queue.push_outcome(ticket, key, outcome);
+        }
+    }
+}
+
+impl Desk {
+    /// Fetches the record once more, while it has attempts left.
+    fn reject(&self, layer_index: usize, again: Again, rejected: Rejected) {
+        let key = again.identity.key;
+        let so_far = self.rejections.fetch_add(1, Ordering::Relaxed) + 1;
+        let Rejected { slot, mismatch, .. } = rejected;
+        // A record that is damaged at the peer fails at every attempt of every fetch.
+        if so_far <= 8 || so_far.is_power_of_two() {
+            tracing::warn!(%key, %mismatch, peer = %self.options.peer, so_far,
+                "a record was rejected");
+        }
+        self.accounts.count_mismatch();
+        let Again { ticket, identity, queue, submitted, attempts } = again;
+        let slot = match slot.begin_parted(identity) {
+            Ok(slot) if attempts < self.options.attempts => slot,
+            Ok(slot) => {
+                let (backend, origin) = (TierKind::RdmaVerbs, self.options.peer.clone());
+                let error = Box::new(FetchError::Mismatch { key, backend, origin, mismatch });
+                let slot = slot.gather().ok().map(Slot::<Gathered>::abandon);
+                return self.refuse(ticket, key, &queue, submitted, FetchFailure { error, slot });
+            }
+            Err(refused) => {
+                let failure = FetchFailure::too_small(key, refused);
+                return self.refuse(ticket, key, &queue, submitted, failure);
+            }
+        };
+        let call = Call::new(ticket, identity, layer_index, queue, submitted, slot);
+        self.lock().add(Call { attempts: attempts + 1, ..call });
+        // Whoever drives the rails posts it: this may be a checking thread.
+        self.wants_ring.store(true, Ordering::Release);
+    }
+
+    /// Fails the requests whose time is over. Cheap where somebody has just done so: it is called by
+    /// everybody who waits.
+    pub(super) fn expire(&self) {
+        let now_ms = u64::try_from(self.opened.elapsed().as_millis()).unwrap_or(u64::MAX);
+        let last_ms = self.looked_ms.load(Ordering::Relaxed);
+        let order = Ordering::Relaxed;
+        if now_ms.saturating_sub(last_ms) < LOOK.as_millis() as u64
+            || self.looked_ms.compare_exchange(last_ms, now_ms, order, order).is_err()
+        {
+            return;
+        }
+        let mut over = Vec::new();
+        let mut late = Vec::new();
+        self.lock().expire(&self.options, &mut over, &mut late);
+        self.finish_all(over);
+        for Late { ticket, key, queue, submitted } in late {
+            let (backend, waited, bound) = (TierKind::RdmaVerbs, submitted.elapsed(), Bound::Total);
+            let error = Box::new(FetchError::Deadline { key, backend, waited, bound });
+            self.refuse(ticket, key, &queue, submitted, FetchFailure { error, slot: None });
+        }
+    }
+
+    // ---- the end ----
+
+    pub(super) fn closing(&self) -> bool {
+        self.lock().closing
+    }
+
+    /// Tells the keeper to end.
+    pub(super) fn close(&self) {
+        self.lock().closing = true;
+        self.bell.notify_all();
+    }
+
+    /// Waits until the backend closes, at most `wait`; says if it does.
+    pub(super) fn pause(&self, wait: Duration) -> bool {
+        let state = self.lock();
+        let closing = self.bell.wait_timeout_while(state, wait, |state| !state.closing);
+        closing.unwrap_or_else(PoisonError::into_inner).0.closing
+    }
+
+    /// Waits a moment for what flies, or until the backend closes.
+    pub(super) fn nap(&self, wait: Duration) {
+        let state = self.lock();
+        drop(self.bell.wait_timeout(state, wait));
+    }
+
+    /// Ends every request, once no rail is left.
+    pub(super) fn fail_all(&self) {
+        let over = self.lock().close();
+        self.finish_all(over);
+    }
+
+    /// No state is left half-changed by the code under this lock short of a failed allocation.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A request that is to be fetched once more, apart from its slot.
+struct Again {
+    ticket: Ticket,
+    identity: RecordIdentity,
+    queue: CompletionQueue,
+    submitted: Instant,
+    attempts: u32,
+}

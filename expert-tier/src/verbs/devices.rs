@@ -1,0 +1,121 @@
+//! The devices that a client uses, and the arenas registered with them.
+//!
+//! A device is opened once and kept, so that a peer that comes back costs no registration. An arena
+//! is registered once per device, whole: registering is slow, and a slot's address is all that a
+//! READ needs. The registration lets the device write what our own READs bring, and peers nothing.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use gpu_sys::verbs::{
+    Access, Context, Library, Memory, MemoryRegion, ProtectionDomain, VerbsError,
+};
+use railset::choose::{Asker, choose};
+use railset::driver;
+use railset::facts::DeviceFacts;
+use railset::pairing::RailWishes;
+
+use super::OpenError;
+use crate::arena::{ArenaId, ExpertArena};
+
+/// The library, and what was opened of it.
+pub(super) struct Devices {
+    library: Arc<Library>,
+    opened: Mutex<Vec<Arc<Device>>>,
+    /// Every arena that was named or used, for devices that are opened later.
+    arenas: Mutex<Vec<ExpertArena>>,
+}
+
+/// An open device.
+pub(super) struct Device {
+    domain: Arc<ProtectionDomain>,
+    registered: Mutex<Vec<(ArenaId, Arc<MemoryRegion>)>>,
+}
+
+impl Devices {
+    pub(super) fn open() -> Result<Self, VerbsError> {
+        let (opened, arenas) = (Mutex::default(), Mutex::default());
+        Ok(Self { library: Library::open()?, opened, arenas })
+    }
+
+    /// Fails where no device, port and GID could carry the first rail, whoever the peer is.
+    pub(super) fn any(&self, wishes: &RailWishes) -> Result<(), OpenError> {
+        choose(&self.facts()?, Asker::Rail1, &wishes.rails[0], None, None)?;
+        Ok(())
+    }
+
+    /// What devices there are now, and how their ports are.
+    pub(super) fn facts(&self) -> Result<Vec<DeviceFacts>, VerbsError> {
+        driver::devices(&self.library)
+    }
+
+    /// The device called `name`, with every known arena registered.
+    pub(super) fn device(&self, name: &str) -> Result<Arc<Device>, VerbsError> {
+        let mut opened = lock(&self.opened);
+        if let Some(device) = opened.iter().find(|device| device.name() == name) {
+            return Ok(Arc::clone(device));
+        }
+        let domain = ProtectionDomain::new(&self.library.open_device(name)?)?;
+        let device = Arc::new(Device { domain, registered: Mutex::default() });
+        for arena in lock(&self.arenas).iter() {
+            device.register(arena)?;
+        }
+        opened.push(Arc::clone(&device));
+        Ok(device)
+    }
+
+    /// Registers `arena` with every open device, and with those that are opened later.
+    pub(super) fn register(&self, arena: &ExpertArena) -> Result<(), VerbsError> {
+        let opened = lock(&self.opened);
+        let mut arenas = lock(&self.arenas);
+        if !arenas.iter().any(|known| known.id() == arena.id()) {
+            arenas.push(arena.clone());
+        }
+        drop(arenas);
+        opened.iter().try_for_each(|device| device.register(arena))
+    }
+
+    /// Whether `arena` has been registered, or will be where a device is opened.
+    pub(super) fn knows(&self, arena: &ExpertArena) -> bool {
+        let opened = lock(&self.opened);
+        let known = lock(&self.arenas).iter().any(|known| known.id() == arena.id());
+        known && opened.iter().all(|device| device.region(arena.id()).is_some())
+    }
+}
+
+impl Device {
+    pub(super) fn name(&self) -> &str {
+        self.domain.context().name()
+    }
+
+    pub(super) fn context(&self) -> &Arc<Context> {
+        self.domain.context()
+    }
+
+    pub(super) fn domain(&self) -> &Arc<ProtectionDomain> {
+        &self.domain
+    }
+
+    /// The registration of an arena; `None` if it has none here.
+    pub(super) fn region(&self, arena: ArenaId) -> Option<Arc<MemoryRegion>> {
+        let registered = lock(&self.registered);
+        registered.iter().find(|(id, _)| *id == arena).map(|(_, region)| Arc::clone(region))
+    }
+
+    fn register(&self, arena: &ExpertArena) -> Result<(), VerbsError> {
+        let mut registered = lock(&self.registered);
+        if registered.iter().any(|(id, _)| *id == arena.id()) {
+            return Ok(());
+        }
+        let memory: Arc<dyn Memory> = Arc::new(arena.clone());
+        let bytes = memory.region().1;
+        let region = MemoryRegion::register(&self.domain, memory, 0..bytes, Access::LocalWrite)?;
+        tracing::debug!(device = self.name(), bytes, "the arena is registered");
+        registered.push((arena.id(), Arc::new(region)));
+        Ok(())
+    }
+}
+
+/// A list here changes by one push, so a poisoned lock guards sound data.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,353 @@
+//! The `rdma-verbs` backend: a peer's memory, read one-sided, with no work for the peer.
+//!
+//! The peer publishes where each expert lies; a record is cut into parts of at most 256 KiB, which
+//! are READ straight into the slot over the queue pairs of one or two rails and checked as they
+//! land, in whatever order.
+//!
+//! Bounds, all of them settings:
+//! * A rail on which something flies and nothing completes for `deadline` is ended: its queue pairs
+//!   are put in error, so that everything comes back, and what came back flies again on another.
+//!   What has not come back after `drain` ends with the queue pair, which is destroyed.
+//! * A request ends `total` after it was submitted, whatever the rails do. Its slot stays with the
+//!   backend until nothing can write to it any more.
+//! * Requests wait for a rail at most `deadline` after the last one was lost. Once there has been
+//!   none for longer, they fail at once, until one is back.
+//! * A record is read at most `attempts` times, where a READ of it failed for its own sake or the
+//!   bytes were not the record's.
+//!
+//! A slot that a NIC may still write belongs to the parts that fly ([`Part`](crate::arena)): it is
+//! free again when every one of them has completed, been flushed, or gone with a queue pair that
+//! was destroyed. Where a queue pair cannot even be destroyed, the slot is lost, and said to be.
+
+mod call;
+mod desk;
+mod devices;
+mod keeper;
+mod rail;
+mod state;
+
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use gpu_sys::verbs::VerbsError;
+use railset::BackoffSettings;
+use railset::choose::ChooseError;
+use railset::handshake::HandshakeError;
+use railset::pairing::RailWishes;
+
+use crate::arena::ExpertArena;
+use crate::checker::{Checker, MAX_CHECK_THREADS, default_check_threads};
+use crate::error::FetchFailure;
+use crate::fingerprint::Fingerprint;
+use crate::store::manifest::Manifest;
+use crate::tcp::{DialError, Dialler};
+use crate::tier::{self, Completion, CompletionQueue, ExpertTier, FetchRequest, Ticket, TierKind};
+use crate::wire::Secret;
+use crate::wire::handshake::Goal;
+use desk::{Desk, PartChecker};
+use devices::Devices;
+
+/// Between two looks at the clock by a caller that waits while nothing flies.
+const TICK: Duration = Duration::from_millis(20);
+/// How long a caller leaves the rails to another before it looks whether that one still does.
+const TURN: Duration = Duration::from_micros(200);
+/// Between two looks at the rails by a caller that has looked all the time for `spin`.
+const NAP: Duration = Duration::from_micros(50);
+
+/// Settings of [`VerbsTier`].
+#[derive(Clone, Debug)]
+pub struct VerbsOptions {
+    /// The peer's control address, `HOST:PORT`.
+    pub peer: String,
+    /// Devices and GIDs, and how many rails.
+    pub wishes: RailWishes,
+    /// Queue pairs per rail, 1 to 16. One has at most its device's `max_rd_atomic` READs outstanding,
+    /// often 16, which is less than a fast rail holds; so two.
+    pub queue_pairs: u8,
+    /// READs queued per queue pair, 1 to 4096: so many are there for the device to begin as soon as
+    /// one of those outstanding ends.
+    pub queue_pair_depth: u32,
+    /// Longest time without a completion on a rail that READs fly on. Once no rail has been up for
+    /// as long, requests fail at once until one is back.
+    pub deadline: Duration,
+    /// Longest time from submitting a request to its end, whatever the peer does.
+    pub total: Duration,
+    /// Longest time to connect and shake hands, and again to agree on rails.
+    pub connect: Duration,
+    /// Longest time for what flies on a rail in error to come back, before its queue pairs are
+    /// destroyed.
+    pub drain: Duration,
+    /// Longest time that a waiting caller looks at the rails all the time; then it looks every 50
+    /// us. Longer than a record takes, or each costs a nap.
+    pub spin: Duration,
+    /// How often a record may be read, 1 or more.
+    pub attempts: u32,
+    /// Threads that check parts while others fly, 0 to [`MAX_CHECK_THREADS`]; callers that wait help
+    /// in any case. See [`default_check_threads`].
+    pub check_threads: u32,
+    /// Waits between attempts to reconnect.
+    pub backoff: BackoffSettings,
+    /// The secret shared with the peer.
+    pub secret: Option<Secret>,
+    /// The store that the peer must serve; `None` takes whichever it does.
+    pub fingerprint: Option<Fingerprint>,
+}
+
+impl VerbsOptions {
+    /// The defaults for `peer`, `HOST:PORT`.
+    #[must_use]
+    pub fn new(peer: impl Into<String>) -> Self {
+        Self {
+            peer: peer.into(),
+            wishes: RailWishes::default(),
+            queue_pairs: 2,
+            queue_pair_depth: 64,
+            deadline: Duration::from_secs(2),
+            total: Duration::from_secs(30),
+            connect: Duration::from_secs(1),
+            drain: Duration::from_secs(1),
+            spin: Duration::from_millis(2),
+            attempts: 3,
+            check_threads: default_check_threads(),
+            backoff: BackoffSettings::default(),
+            secret: None,
+            fingerprint: None,
+        }
+    }
+}
+
+/// Why the backend cannot be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// No library, no device, or one that refuses.
+    #[error(transparent)]
+    Verbs(#[from] VerbsError),
+    /// No device, or none that could carry a rail.
+    #[error("{0}; --expert-backend rdma reaches a peer over TCP")]
+    Choose(#[from] ChooseError),
+    /// The peer cannot be reached, or does not agree to the connection's handshake.
+    #[error(transparent)]
+    Dial(#[from] DialError),
+    /// The two ends cannot agree on rails.
+    #[error("{peer}: {source}")]
+    Agree {
+        /// The peer's address.
+        peer: String,
+        /// Why not.
+        source: Box<HandshakeError>,
+    },
+    /// The peer will not set up rails.
+    #[error("{peer} sets up no rails: {reason}; --expert-backend rdma needs none")]
+    Refused {
+        /// The peer's address.
+        peer: String,
+        /// What it said.
+        reason: String,
+    },
+    /// The device gave a queue pair a number that none can have.
+    #[error("a device made a queue pair that cannot be: {source}")]
+    QueuePair {
+        /// What is wrong with the number.
+        source: railset::wire::DecodeError,
+    },
+}
+
+/// A peer over verbs.
+pub struct VerbsTier {
+    desk: Arc<Desk>,
+    // Dropped by hand after the keeper, which uses it.
+    checker: Arc<PartChecker>,
+    keeper: Option<JoinHandle<()>>,
+}
+
+impl VerbsTier {
+    /// Opens the library, connects to the peer, learns its manifest, and sets up the rails.
+    ///
+    /// # Errors
+    /// There are no verbs here, or the peer cannot be reached or agreed with.
+    pub fn connect(options: VerbsOptions) -> Result<Self, OpenError> {
+        let devices = Devices::open()?;
+        // Before the peer is bothered: without a device nothing can come of it.
+        devices.any(&options.wishes)?;
+        let dialler = Dialler::new(options.peer.clone(), options.secret.clone(), options.connect);
+        let (socket, manifest) = dialler.dial(Goal::Discover(options.fingerprint))?;
+        let no_manifest = || DialError::NoManifest { peer: options.peer.clone() };
+        let manifest = manifest.ok_or_else(no_manifest)?;
+        tracing::info!(peer = %options.peer, fingerprint = %manifest.fingerprint(),
+            model = manifest.model(), records = manifest.layout().records(), "attached");
+        let threads = options.check_threads.min(MAX_CHECK_THREADS);
+        let checker = Checker::start("verbs-check", threads)
+            .map_err(|source| DialError::Thread { what: "check records", source })?;
+        let checker = Arc::new(checker);
+        let desk = Arc::new(Desk::new(options, manifest, devices));
+        let opened = keeper::open(&desk, socket)?;
+        desk.session_up(opened.rails, opened.table);
+        let keeper = std::thread::Builder::new().name("verbs-keeper".into()).spawn({
+            let (desk, checker) = (Arc::clone(&desk), Arc::clone(&checker));
+            move || keeper::run(&desk, &dialler, &checker, opened.session)
+        });
+        let keeper =
+            keeper.map_err(|source| DialError::Thread { what: "keep the rails", source })?;
+        Ok(Self { desk, checker, keeper: Some(keeper) })
+    }
+
+    /// How often rails were set up again after the last was lost.
+    #[must_use]
+    pub fn reconnects(&self) -> u64 {
+        self.desk.reconnects()
+    }
+
+    /// Most READs that were in flight at once.
+    #[must_use]
+    pub fn most_reads_in_flight(&self) -> usize {
+        self.desk.most_in_flight()
+    }
+
+    /// Waits for something on `queue`, looking after the rails meanwhile.
+    fn wait_on<T>(
+        &self,
+        wait: Duration,
+        pop: impl Fn(&CompletionQueue, Duration) -> Option<T>,
+        queue: &CompletionQueue,
+    ) -> Option<T> {
+        let until = tier::after(wait);
+        let started = Instant::now();
+        loop {
+            if let Some(popped) = pop(queue, Duration::ZERO) {
+                return Some(popped);
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                // Somebody who only looks in now and then drives what he has asked for, too.
+                self.drive_once();
+                return pop(queue, Duration::ZERO);
+            }
+            self.desk.expire();
+            if self.desk.is_idle() {
+                if !self.drive_once()
+                    && let Some(popped) = pop(queue, left.min(TICK))
+                {
+                    return Some(popped);
+                }
+            } else if self.desk.take_wheel() {
+                let popped = self.drive_until(started, until, || pop(queue, Duration::ZERO));
+                self.desk.leave_wheel();
+                if popped.is_some() {
+                    return popped;
+                }
+            } else if let Some(popped) = pop(queue, left.min(TURN)) {
+                return Some(popped);
+            }
+        }
+    }
+
+    /// Looks after the rails until `pop` brings something, nothing flies, or it is `until`.
+    fn drive_until<T>(
+        &self,
+        started: Instant,
+        until: Instant,
+        pop: impl Fn() -> Option<T>,
+    ) -> Option<T> {
+        loop {
+            let found = self.drive_once();
+            if let Some(popped) = pop() {
+                return Some(popped);
+            }
+            let now = Instant::now();
+            if now >= until || self.desk.is_idle() {
+                return None;
+            }
+            self.desk.expire();
+            if found {
+                continue;
+            }
+            if now.saturating_duration_since(started) < self.desk.options.spin {
+                // The NIC may be a program on this very core.
+                std::thread::yield_now();
+            } else {
+                std::thread::sleep(NAP);
+            }
+        }
+    }
+
+    /// Looks at the rails once and helps with the checking; says whether there was anything.
+    fn drive_once(&self) -> bool {
+        let found = self.desk.drive(&self.checker);
+        let mut helped = false;
+        while self.checker.help() {
+            helped = true;
+        }
+        found || helped
+    }
+}
+
+impl Drop for VerbsTier {
+    fn drop(&mut self) {
+        self.desk.close();
+        if let Some(keeper) = self.keeper.take()
+            && keeper.join().is_err()
+        {
+            tracing::error!("the keeper of the rails had panicked");
+        }
+        while self.checker.help() {}
+        self.desk.fail_all();
+    }
+}
+
+impl ExpertTier for VerbsTier {
+    fn kind(&self) -> TierKind {
+        TierKind::RdmaVerbs
+    }
+
+    fn manifest(&self) -> &Arc<Manifest> {
+        &self.desk.manifest
+    }
+
+    fn healthy(&self) -> bool {
+        self.desk.healthy()
+    }
+
+    fn deadline(&self) -> Duration {
+        self.desk.options.deadline
+    }
+
+    fn bound(&self) -> Duration {
+        self.desk.options.total
+    }
+
+    fn use_arena(&self, arena: &ExpertArena) {
+        if let Err(error) = self.desk.devices.register(arena) {
+            // Whoever fetches into it is told.
+            tracing::error!(%error, "the arena cannot be registered");
+        }
+    }
+
+    fn submit(&self, batch: &mut Vec<FetchRequest>, queue: &CompletionQueue) {
+        let submitted = Instant::now();
+        for request in batch.drain(..) {
+            let (ticket, key, slot) = request.into_parts();
+            match self.desk.manifest.identity(key) {
+                Ok(identity) => self.desk.take(ticket, identity, slot, queue, submitted),
+                Err(error) => {
+                    let failure = FetchFailure::new(error, slot);
+                    self.desk.refuse(ticket, key, queue, submitted, failure);
+                }
+            }
+        }
+        self.desk.ring();
+    }
+
+    fn cancel(&self, ticket: Ticket) {
+        self.desk.cancel(ticket);
+    }
+
+    fn poll(&self, queue: &CompletionQueue, wait: Duration) -> Option<Completion> {
+        self.wait_on(wait, CompletionQueue::pop, queue)
+    }
+
+    #[cfg(feature = "unverified")]
+    fn poll_landed(&self, queue: &CompletionQueue, wait: Duration) -> Option<tier::Landed> {
+        self.wait_on(wait, CompletionQueue::pop_landed, queue)
+    }
+}

@@ -1,0 +1,280 @@
+//! One rail: its queue pairs, and the parts that fly on them.
+//!
+//! All queue pairs of a rail report to one completion queue, which has a place for every request
+//! that they can have in flight, so it cannot overflow. Parts go to the queue pair with the fewest
+//! in flight; what one call of [`Rail::ring`] posts on a queue pair is one linked list and one
+//! doorbell. A READ reports by itself when [`SIGNAL_BYTES`] have been posted since the last that
+//! did, so that large parts are checked as they land and small ones do not cost a completion each;
+//! the last of a list always does.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use gpu_sys::verbs::{
+    CompletionQueue, Completions, MemoryRegion, Post, PreparedQueuePair, QueuePair,
+    QueuePairOptions, Remote, RemoteAccess, Signal, VerbsError, WorkError,
+};
+use railset::choose::RailSpec;
+use railset::driver;
+use railset::handshake::BringUp;
+use railset::message::{Psn, Qpn, QueuePairEnd};
+use rand::Rng;
+
+use super::devices::Device;
+use crate::arena::{ArenaId, Part};
+
+/// Bytes posted between two READs that report by themselves.
+const SIGNAL_BYTES: usize = 64 * 1024;
+/// Completions taken by one look.
+const LOOK_COMPLETIONS: usize = 64;
+
+/// A rail's queue pairs before they are connected.
+pub(super) struct PreparedRail {
+    spec: RailSpec,
+    device: Arc<Device>,
+    queue: Arc<CompletionQueue>,
+    prepared: Vec<(PreparedQueuePair<Part>, Psn)>,
+}
+
+/// A connected rail.
+pub(super) struct Rail {
+    /// Its position in the connection, and so its column in the table.
+    pub(super) position: usize,
+    spec: RailSpec,
+    device: Arc<Device>,
+    queue: Arc<CompletionQueue>,
+    completions: Completions,
+    lanes: Vec<Lane>,
+    /// The registration that was used last: one arena is the rule.
+    region: Option<(ArenaId, Arc<MemoryRegion>)>,
+    /// Since when, and why, it takes no more.
+    ending: Option<(Instant, String)>,
+}
+
+struct Lane {
+    pair: QueuePair<Part>,
+    /// What the next ring posts.
+    picked: Vec<(Part, Remote)>,
+    batch: Vec<Post<Part>>,
+    /// When it last completed something, or began to have something in flight.
+    progress: Instant,
+}
+
+impl PreparedRail {
+    /// Makes `count` queue pairs of `depth` READs each.
+    pub(super) fn new(
+        spec: &RailSpec,
+        device: Arc<Device>,
+        count: u8,
+        depth: u32,
+    ) -> Result<Self, VerbsError> {
+        let depth = depth.min(device.context().limits().max_qp_wr).max(1);
+        let queue = CompletionQueue::new(device.context(), depth * u32::from(count))?;
+        let options = QueuePairOptions {
+            port: spec.port,
+            send_wr: depth,
+            recv_wr: 0,
+            recv_bytes: 0,
+            inline_bytes: 0,
+            // The peer has no business in this memory.
+            remote_access: RemoteAccess::None,
+        };
+        let prepare = |_| {
+            let pair = QueuePair::prepare(device.domain(), &queue, &queue, options)?;
+            Ok((pair, Psn::from_random(rand::rng().next_u32())))
+        };
+        let prepared = (0..count).map(prepare).collect::<Result<_, VerbsError>>()?;
+        Ok(Self { spec: spec.clone(), device, queue, prepared })
+    }
+
+    /// What the peer is told of them.
+    pub(super) fn ends(&self) -> Result<Vec<QueuePairEnd>, railset::wire::DecodeError> {
+        let end = |(pair, psn): &(PreparedQueuePair<Part>, Psn)| {
+            Ok(QueuePairEnd { qpn: Qpn::new(pair.number())?, psn: *psn })
+        };
+        self.prepared.iter().map(end).collect()
+    }
+
+    /// Connects them to the peer's.
+    pub(super) fn connect(self, position: usize, up: &BringUp) -> Result<Rail, VerbsError> {
+        let Self { spec, device, queue, prepared } = self;
+        let mut lanes = Vec::with_capacity(prepared.len());
+        for ((pair, psn), remote) in prepared.into_iter().zip(&up.remote) {
+            let (remote, local) = driver::ends(up, &spec, *remote, psn);
+            let pair = pair.connect(&remote, &local).map_err(|error| error.source)?;
+            let (picked, batch) = (Vec::new(), Vec::new());
+            lanes.push(Lane { pair, picked, batch, progress: Instant::now() });
+        }
+        let completions = Completions::with_room(LOOK_COMPLETIONS);
+        let (region, ending) = (None, None);
+        Ok(Rail { position, spec, device, queue, completions, lanes, region, ending })
+    }
+}
+
+impl Rail {
+    /// For logs and errors.
+    pub(super) fn name(&self) -> String {
+        format!("{} port {} gid {}", self.spec.device, self.spec.port, self.spec.gid_index)
+    }
+
+    pub(super) fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+
+    pub(super) fn port(&self) -> u8 {
+        self.spec.port
+    }
+
+    pub(super) fn in_flight(&self) -> usize {
+        self.lanes.iter().map(|lane| lane.pair.in_flight()).sum()
+    }
+
+    /// Why it is being ended, if it is.
+    pub(super) fn ending(&self) -> Option<&str> {
+        self.ending.as_ref().map(|(_, why)| why.as_str())
+    }
+
+    /// How many could be picked for it, and the queue pair that has the most room.
+    pub(super) fn best_lane(&self) -> Option<(usize, usize)> {
+        if self.ending.is_some() {
+            return None;
+        }
+        let room = |lane: &Lane| lane.pair.room().saturating_sub(lane.picked.len());
+        let lanes = self.lanes.iter().enumerate().map(|(index, lane)| (room(lane), index));
+        lanes.max_by_key(|&(room, index)| (room, usize::MAX - index)).filter(|best| best.0 > 0)
+    }
+
+    /// Puts `part` in line to be read from `remote` on queue pair `lane`.
+    pub(super) fn pick(&mut self, lane: usize, part: Part, remote: Remote) {
+        self.lanes[lane].picked.push((part, remote));
+    }
+
+    /// Posts what was picked. Parts that could not be posted go to `back`, and the rail ends.
+    pub(super) fn ring(&mut self, back: &mut Vec<Part>) -> usize {
+        let mut posted = 0;
+        for index in 0..self.lanes.len() {
+            if self.lanes[index].picked.is_empty() {
+                continue;
+            }
+            match self.ring_lane(index, back) {
+                Ok(count) => posted += count,
+                Err(why) => self.end(why),
+            }
+        }
+        posted
+    }
+
+    fn ring_lane(&mut self, index: usize, back: &mut Vec<Part>) -> Result<usize, String> {
+        let Self { lanes, region, device, .. } = self;
+        let Lane { pair, picked, batch, progress } = &mut lanes[index];
+        let (mut unreported, mut refused) = (0, None);
+        let last = picked.len() - 1;
+        for (at, (part, remote)) in picked.drain(..).enumerate() {
+            let id = part.arena_id();
+            if region.as_ref().is_none_or(|(known, _)| *known != id) {
+                *region = device.region(id).map(|found| (id, found));
+            }
+            let Some((_, region)) = region else {
+                refused = Some(format!("an arena is not registered with {}", device.name()));
+                back.push(part);
+                continue;
+            };
+            unreported += part.range().len();
+            let reports = at == last || unreported >= SIGNAL_BYTES;
+            let signal = if reports { Signal::Yes } else { Signal::No };
+            unreported = if reports { 0 } else { unreported };
+            match Post::read(part, region, remote, signal) {
+                Ok(post) => batch.push(post),
+                Err(error) => {
+                    refused = Some(error.reason.to_string());
+                    back.push(error.carried);
+                }
+            }
+        }
+        if pair.in_flight() == 0 {
+            *progress = Instant::now();
+        }
+        let posted = pair.post(batch);
+        // All of them fit, for `best_lane` has counted; what is left was refused.
+        back.extend(batch.drain(..).map(Post::into_carried));
+        match (posted, refused) {
+            (Ok(count), None) => Ok(count),
+            (Ok(_), Some(why)) => Err(why),
+            (Err(error), _) => Err(error.to_string()),
+        }
+    }
+
+    /// Takes what has completed, and says whether anything had. The first failure ends the rail.
+    pub(super) fn look(&mut self, mut each: impl FnMut(Part, Result<(), WorkError>)) -> bool {
+        let found = match self.queue.poll(&mut self.completions) {
+            Ok(found) => found,
+            Err(error) => {
+                self.end(error.to_string());
+                return false;
+            }
+        };
+        if found == 0 {
+            return false;
+        }
+        let (now, mut why) = (Instant::now(), None);
+        for completion in self.completions.iter() {
+            let number = completion.queue_pair();
+            let Some(lane) = self.lanes.iter_mut().find(|lane| lane.pair.number() == number) else {
+                continue;
+            };
+            lane.progress = now;
+            let settled = lane.pair.settle(&completion, |part, result| {
+                if let Err(error) = result {
+                    why.get_or_insert_with(|| error.to_string());
+                }
+                each(part, result);
+            });
+            if let Err(error) = settled {
+                why.get_or_insert_with(|| error.to_string());
+            }
+        }
+        if let Some(why) = why {
+            self.end(why);
+        }
+        true
+    }
+
+    /// Whether something has been in flight for `deadline` without anything completing.
+    pub(super) fn is_stalled(&self, deadline: Duration) -> bool {
+        let late = |lane: &Lane| lane.pair.in_flight() > 0 && lane.progress.elapsed() >= deadline;
+        self.ending.is_none() && self.lanes.iter().any(late)
+    }
+
+    /// Takes no more, and puts its queue pairs in error, so that all that flies comes back.
+    pub(super) fn end(&mut self, why: String) {
+        if self.ending.is_some() {
+            return;
+        }
+        tracing::debug!(rail = self.name(), why, "a rail ends");
+        self.ending = Some((Instant::now(), why));
+        for lane in &mut self.lanes {
+            if let Err(error) = lane.pair.fail() {
+                // What is left of it ends with the queue pair.
+                tracing::debug!(%error, "a queue pair cannot be put in error");
+            }
+        }
+    }
+
+    /// Whether the rail has ended and nothing flies any more, or has been ending for `drain`.
+    pub(super) fn is_over(&self, drain: Duration) -> bool {
+        let over = |since: Instant| self.in_flight() == 0 || since.elapsed() >= drain;
+        self.ending.as_ref().is_some_and(|(since, _)| over(*since))
+    }
+
+    /// Destroys the queue pairs, after which the device writes nothing of theirs any more; parts
+    /// that were still in flight go to `back`. Where the device refuses, they are lost, and so are
+    /// their slots: it may still write there.
+    pub(super) fn destroy(self, back: &mut Vec<Part>) {
+        for lane in self.lanes {
+            back.extend(lane.picked.into_iter().map(|(part, _)| part));
+            if let Err(error) = lane.pair.destroy(|part| back.push(part)) {
+                tracing::error!(%error, "a queue pair cannot be destroyed: what it reads is lost");
+            }
+        }
+    }
+}
