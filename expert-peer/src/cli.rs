@@ -16,6 +16,8 @@ pub use crate::program::{
     HostPort, LOG_HELP, UsageError, complain, exit_code, one_line, printable, read_secret,
     start_logging, store_error,
 };
+#[cfg(metrale_rdma_verbs)]
+use crate::rails::RailsWish;
 use crate::server::{Exposure, PeerError, PeerOptions, Server, Shutdown};
 use crate::{meters, metrics_http};
 
@@ -38,6 +40,11 @@ pub struct RunArgs {
     #[arg(long, default_value_t = 64, value_name = "N",
         value_parser = clap::value_parser!(u32).range(1..=4096))]
     max_clients: u32,
+    /// RDMA device, and GID index, to publish on; repeat it for more rails, or give `none` to serve
+    /// over TCP alone [default: every device with an active port]
+    #[cfg(metrale_rdma_verbs)]
+    #[arg(long = "rail", value_name = "DEV[:GID]")]
+    rails: Vec<String>,
     /// Serve Prometheus metrics at http://HOST:PORT/metrics
     #[arg(long, value_name = "HOST:PORT")]
     metrics_listen: Option<HostPort>,
@@ -116,6 +123,21 @@ fn options(args: &RunArgs) -> anyhow::Result<PeerOptions> {
         handshake: Duration::from_millis(args.handshake_ms),
         stall: Duration::from_millis(args.stall_ms),
         drain: Duration::from_millis(args.drain_ms),
+        #[cfg(metrale_rdma_verbs)]
+        rails: rails(&args.rails)?,
         ..PeerOptions::new(store)
     })
+}
+
+#[cfg(metrale_rdma_verbs)]
+fn rails(flags: &[String]) -> anyhow::Result<RailsWish> {
+    match flags {
+        [] => Ok(RailsWish::Discover),
+        [none] if none == "none" => Ok(RailsWish::Off),
+        flags => {
+            let wish =
+                |flag: &String| flag.parse().map_err(|e| UsageError(format!("--rail {flag}: {e}")));
+            Ok(RailsWish::These(flags.iter().map(wish).collect::<Result<_, _>>()?))
+        }
+    }
 }

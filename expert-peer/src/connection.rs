@@ -19,6 +19,8 @@ use metrics::{Counter, Histogram, counter, histogram};
 use rand::Rng;
 use socket2::{SockRef, TcpKeepalive};
 
+#[cfg(metrale_rdma_verbs)]
+use crate::rails::{ClientEnd, RailClient};
 use crate::registry::Place;
 use crate::sendfile::{Whose, whose};
 use crate::server::Shared;
@@ -60,6 +62,12 @@ enum End {
     Stalled(u128),
     #[error("{0}")]
     Store(#[from] StoreError),
+    #[cfg(metrale_rdma_verbs)]
+    #[error("this peer publishes no rails: records come over TCP alone")]
+    NoRails,
+    #[cfg(metrale_rdma_verbs)]
+    #[error("{0}")]
+    Rails(#[from] ClientEnd),
     #[error("the client wants store {wanted}, this peer publishes {published}")]
     OtherStore { wanted: Fingerprint, published: Fingerprint },
 }
@@ -77,6 +85,8 @@ pub(crate) struct Connection {
     /// The one buffer of the connection: a frame header and a piece of a record.
     buffer: Vec<u8>,
     counters: Counters,
+    #[cfg(metrale_rdma_verbs)]
+    rail_client: Option<RailClient>,
 }
 
 struct Counters {
@@ -108,6 +118,8 @@ impl Connection {
             told_to_drain: false,
             buffer: Vec::new(),
             counters,
+            #[cfg(metrale_rdma_verbs)]
+            rail_client: None,
         }
     }
 
@@ -115,6 +127,8 @@ impl Connection {
     pub(crate) fn run(mut self) {
         let client = self.client;
         let end = self.greet().and_then(|()| self.serve());
+        #[cfg(metrale_rdma_verbs)]
+        self.end_rails();
         let Err(end) = end else { return };
         match &end {
             End::Closed => tracing::debug!(%client, "a connection ended"),
@@ -127,6 +141,19 @@ impl Connection {
             }
             End::Full(full) => {
                 self.shared.refuse(&self.socket, client, Status::Busy, &full.to_string());
+            }
+            #[cfg(metrale_rdma_verbs)]
+            End::NoRails => {
+                self.shared.refuse(&self.socket, client, Status::NoRails, &end.to_string());
+            }
+            #[cfg(metrale_rdma_verbs)]
+            End::Rails(ClientEnd::Agree(error)) => {
+                self.shared.refuse(&self.socket, client, Status::Protocol, &error.to_string());
+            }
+            #[cfg(metrale_rdma_verbs)]
+            End::Rails(error) => {
+                tracing::error!(%client, %error, "no rails for a client");
+                self.shared.refuse(&self.socket, client, Status::NoRails, &error.to_string());
             }
             End::OtherStore { .. } => {
                 self.shared.refuse(&self.socket, client, Status::OtherStore, &end.to_string());
@@ -227,6 +254,8 @@ impl Connection {
                     let json = serde_json::to_vec(&report).map_err(io::Error::other)?;
                     self.send_control(FrameType::StatusReport, &json)?;
                 }
+                #[cfg(metrale_rdma_verbs)]
+                frame if self.attached && frame.rails_kind().is_some() => self.rails(&header)?,
                 found => {
                     let expected =
                         "Attach, ManifestRequest, StatusRequest or, once attached, Fetch";
@@ -238,7 +267,7 @@ impl Connection {
 
     fn attach(&mut self) -> Result<(), End> {
         let mut body = [0; 32];
-        self.read(&mut body)?;
+        self.read_rest(&mut body)?;
         let (wanted, published) = (Fingerprint(body), self.shared.store.manifest().fingerprint());
         if wanted != published {
             return Err(End::OtherStore { wanted, published });
@@ -258,10 +287,46 @@ impl Connection {
         self.send_control(FrameType::Attached, &[])
     }
 
+    /// Ends the client's access to memory; with the connection, before anything else.
+    #[cfg(metrale_rdma_verbs)]
+    fn end_rails(&mut self) {
+        if let Some(client) = self.rail_client.take() {
+            let pairs = client.queue_pairs() as u64;
+            drop(client);
+            self.shared.tally.queue_pairs.fetch_sub(pairs, Ordering::Relaxed);
+        }
+    }
+
+    /// A message of the rails' handshake.
+    #[cfg(metrale_rdma_verbs)]
+    fn rails(&mut self, header: &FrameHeader) -> Result<(), End> {
+        let kind = header.frame.rails_kind().filter(|kind| kind.is_from_client());
+        let Some(kind) = kind else {
+            let (found, expected) = (header.frame, "a message that clients send");
+            return Err(FrameError::Unexpected { found, expected }.into());
+        };
+        // Its type bounds it: what a client sends is a few kilobytes.
+        let mut body = vec![0; usize::try_from(header.body_bytes).unwrap_or(usize::MAX)];
+        self.read_rest(&mut body)?;
+        let Some(published) = &self.shared.published else { return Err(End::NoRails) };
+        let client = self.rail_client.get_or_insert_with(|| RailClient::new(published));
+        let pairs_before = client.queue_pairs();
+        let answers = client.on_message(kind, &body)?;
+        if client.queue_pairs() > pairs_before {
+            let queue_pairs = client.queue_pairs();
+            self.shared.tally.queue_pairs.fetch_add(queue_pairs as u64, Ordering::Relaxed);
+            tracing::info!(client = %self.client, queue_pairs, "connected over RDMA");
+        }
+        for (kind, body) in answers {
+            self.send_control(kind.into(), &body)?;
+        }
+        Ok(())
+    }
+
     fn fetch(&mut self, header: &FrameHeader) -> Result<(), End> {
         let start = Instant::now();
         let mut body = [0; FETCH_BYTES];
-        self.read(&mut body)?;
+        self.read_rest(&mut body)?;
         let key = decode_fetch(&body);
         let record_bytes = match self.shared.store.manifest().layout().locate(key) {
             Ok(layer) => layer.record_bytes(),
@@ -362,8 +427,16 @@ impl Connection {
     /// a request that has begun must come whole within that bound. Tells the client when the peer
     /// drains.
     fn read(&mut self, out: &mut [u8]) -> Result<(), End> {
+        self.read_since(out, None)
+    }
+
+    /// Fills `out` with what belongs to a header that has arrived.
+    fn read_rest(&mut self, out: &mut [u8]) -> Result<(), End> {
+        self.read_since(out, Some(Instant::now()))
+    }
+
+    fn read_since(&mut self, out: &mut [u8], mut begun: Option<Instant>) -> Result<(), End> {
         let mut done = 0;
-        let mut begun = None;
         while done < out.len() {
             if self.shared.shutdown.begun() && !self.told_to_drain {
                 self.told_to_drain = true;
@@ -384,7 +457,10 @@ impl Connection {
             if !self.attached && self.welcomed.elapsed() > limit {
                 return Err(End::Idle(limit.as_millis()));
             }
-            if done > 0 && begun.get_or_insert_with(Instant::now).elapsed() > limit {
+            if done > 0 {
+                begun.get_or_insert_with(Instant::now);
+            }
+            if done < out.len() && begun.is_some_and(|begun| begun.elapsed() > limit) {
                 let (bound, setting) = (limit, HANDSHAKE_MS);
                 return Err(End::Io(IoError::Deadline { bound, setting }));
             }

@@ -13,10 +13,14 @@ mod connection;
 mod meters;
 mod metrics_http;
 mod program;
+#[cfg(metrale_rdma_verbs)]
+mod rails;
 mod registry;
 mod sendfile;
 mod server;
 mod status;
 
+#[cfg(metrale_rdma_verbs)]
+pub use rails::{RailsError, RailsWish};
 pub use server::{Exposure, PeerError, PeerOptions, Server, Shutdown};
 pub use status::StatusReport;

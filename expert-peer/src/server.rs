@@ -16,6 +16,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 use crate::connection::Connection;
+#[cfg(metrale_rdma_verbs)]
+use crate::rails::{Published, RailsError, RailsWish};
 use crate::registry::Registry;
 use crate::sendfile::Sendfile;
 use crate::status::{StatusReport, Tally};
@@ -42,6 +44,9 @@ pub struct PeerOptions {
     pub stall: Duration,
     /// Longest time to finish answers when shutting down.
     pub drain: Duration,
+    /// Which rails to serve.
+    #[cfg(metrale_rdma_verbs)]
+    pub rails: RailsWish,
 }
 
 /// Whether a peer may be reached by others without proof.
@@ -66,6 +71,8 @@ impl PeerOptions {
             handshake: Duration::from_secs(5),
             stall: Duration::from_secs(10),
             drain: Duration::from_secs(10),
+            #[cfg(metrale_rdma_verbs)]
+            rails: RailsWish::default(),
         }
     }
 }
@@ -76,6 +83,10 @@ pub enum PeerError {
     /// The store cannot be opened.
     #[error(transparent)]
     Store(#[from] StoreError),
+    /// The store cannot be published over RDMA.
+    #[cfg(metrale_rdma_verbs)]
+    #[error("cannot publish over RDMA: {0}")]
+    Rails(#[from] RailsError),
     /// Others could connect without proof.
     #[error(
         "{listen} can be reached from other machines and there is no secret: give --secret-file, \
@@ -147,6 +158,9 @@ pub(crate) struct Shared {
     pub(crate) tally: Tally,
     pub(crate) shutdown: Shutdown,
     pub(crate) sendfile: Sendfile,
+    /// What is published over RDMA, if anything is.
+    #[cfg(metrale_rdma_verbs)]
+    pub(crate) published: Option<Arc<Published>>,
 }
 
 impl Server {
@@ -167,9 +181,20 @@ impl Server {
             Ok((listener.local_addr()?, listener))
         });
         let (address, listener) = bound.map_err(|source| PeerError::Listen { listen, source })?;
+        #[cfg(metrale_rdma_verbs)]
+        let published = Published::new(&store, &options.rails)?.map(Arc::new);
         let registry = Registry::new(options.max_clients.max(1) as usize);
         let (tally, sendfile) = (Tally::new(), Sendfile::new());
-        let shared = Shared { options, store, registry, tally, shutdown, sendfile };
+        let shared = Shared {
+            options,
+            store,
+            registry,
+            tally,
+            shutdown,
+            sendfile,
+            #[cfg(metrale_rdma_verbs)]
+            published,
+        };
         let manifest = shared.store.manifest();
         tracing::info!(%address, store = %shared.store.dir().display(),
             fingerprint = %manifest.fingerprint(), model = manifest.model(),
@@ -300,7 +325,33 @@ impl Shared {
             uptime_s: self.tally.started.elapsed().as_secs_f64(),
             cpu_s: gpu_sys::usage::cpu_time().as_secs_f64(),
             rss_bytes: gpu_sys::usage::resident_bytes(),
+            rails: self.rails(),
+            resident_records: self.resident().0,
+            resident_bytes: self.resident().1,
+            queue_pairs: Tally::read(&self.tally.queue_pairs),
+            verbs_calls: verbs_calls(),
         }
+    }
+
+    #[cfg(metrale_rdma_verbs)]
+    fn rails(&self) -> Vec<String> {
+        self.published.as_ref().map_or_else(Vec::new, |published| published.rail_names())
+    }
+
+    #[cfg(not(metrale_rdma_verbs))]
+    fn rails(&self) -> Vec<String> {
+        Vec::new()
+    }
+
+    /// Records in memory, and the bytes of memory that hold them.
+    #[cfg(metrale_rdma_verbs)]
+    fn resident(&self) -> (u64, u64) {
+        self.published.as_ref().map_or((0, 0), |published| published.resident())
+    }
+
+    #[cfg(not(metrale_rdma_verbs))]
+    fn resident(&self) -> (u64, u64) {
+        (0, 0)
     }
 
     /// Tells a client why it is not served; the connection is of no further use.
@@ -344,6 +395,16 @@ impl Shared {
             "stopped"
         );
     }
+}
+
+#[cfg(metrale_rdma_verbs)]
+fn verbs_calls() -> u64 {
+    gpu_sys::verbs::calls()
+}
+
+#[cfg(not(metrale_rdma_verbs))]
+fn verbs_calls() -> u64 {
+    0
 }
 
 #[cfg(test)]

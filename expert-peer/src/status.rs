@@ -40,6 +40,16 @@ pub struct StatusReport {
     pub cpu_s: f64,
     /// Resident memory of the peer's process, in bytes.
     pub rss_bytes: u64,
+    /// Rails that are offered to clients.
+    pub rails: Vec<String>,
+    /// Records that clients can READ.
+    pub resident_records: u64,
+    /// Bytes of memory that hold them.
+    pub resident_bytes: u64,
+    /// Queue pairs of clients.
+    pub queue_pairs: u64,
+    /// Work requests posted and completion queues looked at by this process: none for a READ.
+    pub verbs_calls: u64,
 }
 
 /// The peer's own counters, beside those of the `metrics` crate: a status must not depend on an
@@ -50,6 +60,7 @@ pub(crate) struct Tally {
     pub(crate) errors: AtomicU64,
     pub(crate) refused: AtomicU64,
     pub(crate) bytes: AtomicU64,
+    pub(crate) queue_pairs: AtomicU64,
 }
 
 impl Tally {
@@ -61,6 +72,7 @@ impl Tally {
             errors: zero(),
             refused: zero(),
             bytes: zero(),
+            queue_pairs: zero(),
         }
     }
 

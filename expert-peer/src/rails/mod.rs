@@ -1,0 +1,278 @@
+//! What the peer publishes over RDMA: its rails, and where in its memory the experts are.
+//!
+//! Order of a start: rails are chosen; the locked-memory limit and what the devices register are
+//! held against what is needed; records are read into the region; it is registered once with each
+//! device, for remote reading alone, however many clients will come. Only then is anything offered.
+//!
+//! A client's queue pairs are made in its handshake and destroyed with its control connection. The
+//! peer posts nothing on them and polls nothing: READs are the device's work.
+
+mod client;
+mod resident;
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use expert_tier::store::{ExpertStore, StoreError};
+use gpu_sys::limits::{Bytes, IpcLock, LockLimit};
+use gpu_sys::pinned::{PinError, PinnedPages};
+use gpu_sys::verbs::{
+    Access, Context, Library, Memory, MemoryRegion, ProtectionDomain, VerbsError,
+};
+use railset::choose::{RailSpec, Wish};
+use railset::driver;
+use railset::handshake::peer::PeerRails;
+use railset::message::MAX_QPS_PER_RAIL;
+use railset::pairing::{ServeError, serve_rails};
+use railset::table::{Column, LayerTable, Table, TableError};
+
+pub(crate) use client::{ClientEnd, RailClient};
+use resident::Plan;
+
+/// The generation of a table that never changes.
+const GENERATION: u64 = 1;
+
+/// Which rails a peer is to serve.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub enum RailsWish {
+    /// Every active one; none is no error.
+    #[default]
+    Discover,
+    /// None, even where there are some.
+    Off,
+    /// These.
+    These(Vec<Wish>),
+}
+
+/// Why rails cannot be published.
+#[derive(Debug, thiserror::Error)]
+pub enum RailsError {
+    /// This build has no verbs, or the system none.
+    #[error(transparent)]
+    Verbs(#[from] VerbsError),
+    /// The rails that are wished for cannot be had.
+    #[error(transparent)]
+    Serve(#[from] ServeError),
+    /// The region that holds all records is larger than memory can be.
+    #[error("all records together need {}, more than can be addressed", Bytes(*bytes))]
+    TooLarge {
+        /// Bytes needed.
+        bytes: u64,
+    },
+    /// Registering would go over the locked-memory limit.
+    #[error(
+        "publishing over RDMA needs {} of locked memory ({} for each of {devices} devices), the \
+         limit is {limit}: raise `ulimit -l` (LimitMEMLOCK= in a systemd unit, --ulimit memlock= for \
+         a container), grant CAP_IPC_LOCK, name fewer devices with --rail, or serve over TCP alone \
+         with --rail none",
+        Bytes(*needed_bytes), Bytes(*bytes)
+    )]
+    LockLimit {
+        /// Bytes of the region.
+        bytes: u64,
+        /// Devices that register it.
+        devices: u64,
+        /// Bytes for all of them.
+        needed_bytes: u64,
+        /// The limit in force.
+        limit: LockLimit,
+    },
+    /// A device does not register regions that large.
+    #[error(
+        "{device} registers at most {} at once, all records together need {}: name other devices \
+         with --rail, or serve over TCP alone with --rail none",
+        Bytes(*max_bytes), Bytes(*bytes)
+    )]
+    MaxRegion {
+        /// The device.
+        device: String,
+        /// Its `max_mr_size`.
+        max_bytes: u64,
+        /// Bytes of the region.
+        bytes: u64,
+    },
+    /// The region's memory could not be pinned.
+    #[error("the memory for the published records: {source}; --rail none serves over TCP alone")]
+    Pin {
+        /// Why not.
+        source: PinError,
+    },
+    /// A record could not be read.
+    #[error("reading the records to publish: {source}")]
+    Load {
+        /// Why not.
+        source: StoreError,
+    },
+    /// The table of all records would be larger than clients take.
+    #[error("the published table: {source}")]
+    Table {
+        /// What is too large.
+        source: TableError,
+    },
+}
+
+/// What is offered to every client.
+pub(crate) struct Published {
+    rails: Arc<PeerRails>,
+    domains: Vec<Arc<ProtectionDomain>>,
+    table: Table,
+    plan: Plan,
+    // Holds the memory; registrations hold it too, and go first.
+    _regions: Vec<MemoryRegion>,
+}
+
+/// A device that serves one or more rails.
+struct Served {
+    context: Arc<Context>,
+    domain: Arc<ProtectionDomain>,
+}
+
+impl Published {
+    /// Reads, registers and describes all of `store`; `None` where there is no rail and none was
+    /// asked for.
+    pub(crate) fn new(store: &ExpertStore, wish: &RailsWish) -> Result<Option<Self>, RailsError> {
+        let Some((library, specs)) = find_rails(wish)? else { return Ok(None) };
+        let plan = Plan::of(store);
+        let (served, of_rail) = open_devices(&library, &specs)?;
+        hold_against_limits(&served, plan.bytes())?;
+        let pages = Arc::new(resident::load(store, plan)?);
+        let regions = register(&served, &pages, plan)?;
+        let table = describe(store, plan, &of_rail, &regions)?;
+        let layers = table.layers().len() as u32;
+        let most_pairs = MAX_QPS_PER_RAIL as u8;
+        let rails = PeerRails::new(&specs, most_pairs, layers, GENERATION, plan.slot_bytes);
+        let domains = of_rail.iter().map(|&device| Arc::clone(&served[device].domain)).collect();
+        Ok(Some(Self { rails: Arc::new(rails), domains, table, plan, _regions: regions }))
+    }
+
+    /// Devices of the rails, in the order of the offer.
+    pub(crate) fn rail_names(&self) -> Vec<String> {
+        let name = |rail: &railset::message::OfferedRail| {
+            format!("{} port {} ({})", rail.device, rail.port, rail.gid)
+        };
+        self.rails.offer().rails.iter().map(name).collect()
+    }
+
+    /// Records held in memory, and the bytes of the region that holds them.
+    pub(crate) fn resident(&self) -> (u64, u64) {
+        (self.plan.slots, self.plan.bytes())
+    }
+}
+
+/// The library, and the rails that are to be served.
+type FoundRails = (Arc<Library>, Vec<RailSpec>);
+
+/// The library and the rails, or `None` where discovery finds none.
+fn find_rails(wish: &RailsWish) -> Result<Option<FoundRails>, RailsError> {
+    let wishes: &[Wish] = match wish {
+        RailsWish::Off => return Ok(None),
+        RailsWish::Discover => &[],
+        RailsWish::These(wishes) => wishes,
+    };
+    let found = Library::open().and_then(|library| Ok((driver::devices(&library)?, library)));
+    let optional = *wish == RailsWish::Discover;
+    let (devices, library) = match found {
+        Err(error) if optional => {
+            tracing::info!(reason = %error, "no rails: records are served over TCP alone");
+            return Ok(None);
+        }
+        found => found?,
+    };
+    let choices = match serve_rails(&devices, wishes) {
+        Err(error) if optional => {
+            tracing::info!(reason = %error, "no rails: records are served over TCP alone");
+            return Ok(None);
+        }
+        choices => choices?,
+    };
+    choices.iter().for_each(|choice| tracing::info!("rail {choice}"));
+    Ok(Some((library, choices.into_iter().map(|choice| choice.spec).collect())))
+}
+
+/// Each device once, and for each rail which one it is on.
+fn open_devices(
+    library: &Arc<Library>,
+    specs: &[RailSpec],
+) -> Result<(Vec<Served>, Vec<usize>), RailsError> {
+    let mut served: Vec<Served> = Vec::new();
+    let mut of_rail = Vec::new();
+    for spec in specs {
+        let known = served.iter().position(|device| device.context.name() == spec.device);
+        of_rail.push(known.unwrap_or(served.len()));
+        if known.is_none() {
+            let context = library.open_device(&spec.device)?;
+            served.push(Served { domain: ProtectionDomain::new(&context)?, context });
+        }
+    }
+    Ok((served, of_rail))
+}
+
+/// Before anything is read: a refusal after half an hour of loading would be no help.
+fn hold_against_limits(served: &[Served], bytes: u64) -> Result<(), RailsError> {
+    for device in served {
+        let max_bytes = device.context.limits().max_mr_size;
+        if bytes > max_bytes {
+            let device = device.context.name().to_owned();
+            return Err(RailsError::MaxRegion { device, max_bytes, bytes });
+        }
+    }
+    let devices = served.len() as u64;
+    let needed_bytes = bytes.saturating_mul(devices);
+    let limit = LockLimit::current();
+    if limit.capability != IpcLock::Granted && limit.soft_bytes.is_some_and(|s| needed_bytes > s) {
+        return Err(RailsError::LockLimit { bytes, devices, needed_bytes, limit });
+    }
+    Ok(())
+}
+
+/// Registers the region with every device at once: pinning takes the kernel a while per gigabyte.
+fn register(
+    served: &[Served],
+    pages: &Arc<PinnedPages>,
+    plan: Plan,
+) -> Result<Vec<MemoryRegion>, RailsError> {
+    let bytes = plan.bytes() as usize;
+    let register_with = |device: &Served| {
+        let started = Instant::now();
+        let memory: Arc<dyn Memory> = Arc::clone(pages) as Arc<dyn Memory>;
+        let region = MemoryRegion::register(&device.domain, memory, 0..bytes, Access::RemoteRead)?;
+        tracing::info!(device = device.context.name(), region = %Bytes(bytes as u64),
+            ms = started.elapsed().as_millis(), "registered for remote reading");
+        Ok(region)
+    };
+    std::thread::scope(|scope| {
+        let register_with = &register_with;
+        let started: Vec<_> =
+            served.iter().map(|device| scope.spawn(move || register_with(device))).collect();
+        let joined = started.into_iter().map(|thread| match thread.join() {
+            Ok(result) => result,
+            Err(panic) => std::panic::resume_unwind(panic),
+        });
+        joined.collect()
+    })
+}
+
+/// The table: record `n` is in slot `n`, whatever its layer.
+fn describe(
+    store: &ExpertStore,
+    plan: Plan,
+    of_rail: &[usize],
+    regions: &[MemoryRegion],
+) -> Result<Table, RailsError> {
+    let columns: Vec<Column> = of_rail
+        .iter()
+        .map(|&device| Column { base: regions[device].address(), rkey: regions[device].rkey() })
+        .collect();
+    let mut next = 0;
+    let layers = store.manifest().layout().layers().iter().map(|layer| {
+        let first = next;
+        next += layer.experts();
+        LayerTable {
+            layer: layer.layer(),
+            slot_stride: plan.slot_bytes,
+            columns: columns.clone(),
+            slots: (first..next).collect(),
+        }
+    });
+    Table::new(GENERATION, layers.collect()).map_err(|source| RailsError::Table { source })
+}
