@@ -19,10 +19,15 @@ use expert_tier::store::StoreError;
 use expert_tier::tcp::{Dialler, TcpOptions, TcpTier};
 use expert_tier::tier::{ExpertTier, TierKind, UnknownBackend};
 use expert_tier::uma::{UmaOptions, UmaTier};
+#[cfg(metrale_rdma_verbs)]
+use expert_tier::verbs::{VerbsOptions, VerbsTier};
 use expert_tier::wire::Secret;
 use gpu_sys::env::{self, Variable};
 use gpu_sys::limits::{Bytes, IpcLock, LockLimit};
 use gpu_sys::pinned::{HugePages, NumaPlacement, PinError};
+
+use railset::choose::Wish;
+use railset::pairing::{DualRail, RailWishes};
 
 use crate::values::ByteSize;
 
@@ -30,7 +35,8 @@ use crate::values::ByteSize;
 #[derive(clap::Args, Debug)]
 pub(crate) struct BackendArgs {
     /// Where experts come from: uma (a local store by direct reads), posix (a local store by
-    /// ordinary reads) or rdma (a peer, over TCP in this build) [default: uma]
+    /// ordinary reads), rdma (a peer over TCP) or rdma-verbs (a peer's memory over RDMA)
+    /// [default: uma]
     /// [env: METRALE_EXPERT_BACKEND]
     #[arg(long = "expert-backend", value_name = "BACKEND")]
     backend: Option<String>,
@@ -68,6 +74,8 @@ pub(crate) struct BackendArgs {
     /// thread [default: a quarter of the cores, at most 4] [env: METRALE_EXPERT_CHECK_THREADS]
     #[arg(long = "expert-check-threads", visible_alias = "check-threads", value_name = "N")]
     check_threads: Option<u32>,
+    #[command(flatten)]
+    rails: RailArgs,
     /// Pinned memory for fetched records: bytes, or 512MiB, 2G [default: what the records asked
     /// for need, at most 256 MiB and what the locked-memory limit leaves]
     /// [env: METRALE_EXPERT_ARENA_BYTES]
@@ -91,6 +99,56 @@ pub(crate) struct BackendArgs {
         value_name = "BYTES"
     )]
     uma_piece_bytes: Option<u32>,
+}
+
+/// The flags of the rails.
+#[derive(clap::Args, Debug)]
+struct RailArgs {
+    /// RDMA device of the first rail [default: chosen] [env: METRALE_EXPERT_RDMA_DEV]
+    #[arg(long = "expert-rdma-dev", visible_alias = "rdma-dev", value_name = "DEV")]
+    rdma_dev: Option<String>,
+    /// GID index of the first rail [default: chosen] [env: METRALE_EXPERT_RDMA_GID]
+    #[arg(long = "expert-rdma-gid", visible_alias = "rdma-gid", value_name = "INDEX")]
+    rdma_gid: Option<u8>,
+    /// 1 for two rails, 0 for one [default: as many as both sides have]
+    /// [env: METRALE_EXPERT_DUAL_RAIL]
+    #[arg(long = "expert-dual-rail", visible_alias = "dual-rail", value_name = "0|1")]
+    dual_rail: Option<DualRail>,
+    /// RDMA device of the second rail [default: chosen] [env: METRALE_EXPERT_RAIL2_DEV]
+    #[arg(long = "expert-rail2-dev", visible_alias = "rail2-dev", value_name = "DEV")]
+    rail2_dev: Option<String>,
+    /// GID index of the second rail [default: chosen] [env: METRALE_EXPERT_RAIL2_GID]
+    #[arg(long = "expert-rail2-gid", visible_alias = "rail2-gid", value_name = "INDEX")]
+    rail2_gid: Option<u8>,
+    /// Queue pairs per rail, 1 to 16 [default: 2] [env: METRALE_EXPERT_QUEUE_PAIRS]
+    #[arg(long = "expert-queue-pairs", visible_alias = "queue-pairs", value_name = "N")]
+    queue_pairs: Option<u8>,
+    /// READs queued per queue pair, 1 to 4096 [default: 64]
+    /// [env: METRALE_EXPERT_QUEUE_PAIR_DEPTH]
+    #[arg(long = "expert-queue-pair-depth", visible_alias = "queue-pair-depth", value_name = "N")]
+    queue_pair_depth: Option<u32>,
+    /// Longest wait for what flies on a rail that broke [default: 1000]
+    /// [env: METRALE_EXPERT_DRAIN_MS]
+    #[arg(long = "expert-drain-ms", visible_alias = "drain-ms", value_name = "MS")]
+    drain_ms: Option<u64>,
+}
+
+impl RailArgs {
+    fn wishes(&self) -> anyhow::Result<RailWishes> {
+        Ok(RailWishes {
+            dual: setting(self.dual_rail, &env::EXPERT_DUAL_RAIL)?.unwrap_or_default(),
+            rails: [
+                Wish {
+                    device: setting(self.rdma_dev.clone(), &env::EXPERT_RDMA_DEV)?,
+                    gid_index: setting(self.rdma_gid, &env::EXPERT_RDMA_GID)?,
+                },
+                Wish {
+                    device: setting(self.rail2_dev.clone(), &env::EXPERT_RAIL2_DEV)?,
+                    gid_index: setting(self.rail2_gid, &env::EXPERT_RAIL2_GID)?,
+                },
+            ],
+        })
+    }
 }
 
 /// The flag of the shared secret, and its variable.
@@ -137,6 +195,15 @@ impl BackendArgs {
                     Dialler::new(options.peer.clone(), options.secret.clone(), options.connect);
                 (Box::new(TcpTier::connect(options)?), Some(dialler))
             }
+            #[cfg(metrale_rdma_verbs)]
+            TierKind::RdmaVerbs => {
+                let options = self.verbs()?;
+                let dialler =
+                    Dialler::new(options.peer.clone(), options.secret.clone(), options.connect);
+                (Box::new(VerbsTier::connect(options)?), Some(dialler))
+            }
+            #[cfg(not(metrale_rdma_verbs))]
+            TierKind::RdmaVerbs => return Err(UnknownBackend::NoVerbs.into()),
         };
         let arena = self.arena(tier.manifest().layout(), most_records)?;
         tier.use_arena(&arena);
@@ -217,6 +284,32 @@ impl BackendArgs {
             secret: self.secret.read()?,
             fingerprint: setting(self.fingerprint, &env::EXPERT_FINGERPRINT)?,
             ..TcpOptions::new(peer)
+        })
+    }
+
+    #[cfg(metrale_rdma_verbs)]
+    fn verbs(&self) -> anyhow::Result<VerbsOptions> {
+        let tcp = self.tcp()?;
+        let rails = &self.rails;
+        let drain_ms = number(rails.drain_ms, &env::EXPERT_DRAIN_MS, 1..=60_000, 1000)?;
+        Ok(VerbsOptions {
+            wishes: rails.wishes()?,
+            queue_pairs: number(rails.queue_pairs, &env::EXPERT_QUEUE_PAIRS, 1..=16, 2)?,
+            queue_pair_depth: number(
+                rails.queue_pair_depth,
+                &env::EXPERT_QUEUE_PAIR_DEPTH,
+                1..=4096,
+                64,
+            )?,
+            drain: Duration::from_millis(drain_ms),
+            deadline: tcp.deadline,
+            total: tcp.total,
+            connect: tcp.connect,
+            attempts: tcp.attempts,
+            check_threads: tcp.check_threads,
+            secret: tcp.secret,
+            fingerprint: tcp.fingerprint,
+            ..VerbsOptions::new(tcp.peer)
         })
     }
 

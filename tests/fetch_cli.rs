@@ -90,8 +90,12 @@ fn an_unknown_backend_is_wrong_usage_and_one_that_is_not_built_in_is_not() {
     assert!(error.contains("floppy") && error.contains("METRALE_EXPERT_BACKEND"), "{error}");
     let error = fails(all().env("METRALE_EXPERT_BACKEND", "floppy"), 2);
     assert!(error.contains("posix") && error.contains("METRALE_EXPERT_BACKEND"), "{error}");
-    let error = fails(all().args(["--expert-backend", "rdma-verbs"]), 1);
+    // Whether the library is missing, a device, or both.
+    let verbs = ["--expert-backend", "rdma-verbs", "--peer", "127.0.0.1:9"];
+    let error = fails(all().args(verbs), 1);
     assert!(error.contains("--expert-backend rdma"), "{error}");
+    let error = fails(all().args(["--expert-backend", "rdma-verbs"]), 2);
+    assert!(error.contains("METRALE_EXPERT_PEER"), "{error}");
 }
 
 #[test]
@@ -422,9 +426,7 @@ fn the_help_names_every_variable_and_every_short_form() {
         let alias = short == "backend" || help.contains(&format!("[alias: --{short}]"));
         assert!(alias, "{short}: {help}");
     }
-    for part in
-        ["METRALE_LOG", "over TCP in this build", "{\"step\":0,\"layer\":3,\"experts\":[5,1]}"]
-    {
+    for part in ["METRALE_LOG", "{\"step\":0,\"layer\":3,\"experts\":[5,1]}"] {
         assert!(help.contains(part), "{part}");
     }
 }

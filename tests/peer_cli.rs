@@ -209,11 +209,16 @@ fn the_status_of_a_peer_has_the_documented_fields() {
         "layers",
         "max_clients",
         "model",
+        "queue_pairs",
+        "rails",
         "records",
         "refused",
+        "resident_bytes",
+        "resident_records",
         "rss_bytes",
         "served",
         "uptime_s",
+        "verbs_calls",
         "version",
     ];
     assert_eq!(fields, documented);

@@ -289,8 +289,12 @@ impl Report {
         let here = format!("processor time {:.2} s", self.client_cpu_s);
         lines += &match (kind, self.peer_cpu_s) {
             (TierKind::Posix | TierKind::Uma, _) => here,
-            (TierKind::Rdma, Some(there)) => format!("{here} here, {there:.2} s at the peer"),
-            (TierKind::Rdma, None) => format!("{here} here, unknown at the peer"),
+            (TierKind::Rdma | TierKind::RdmaVerbs, Some(there)) => {
+                format!("{here} here, {there:.2} s at the peer")
+            }
+            (TierKind::Rdma | TierKind::RdmaVerbs, None) => {
+                format!("{here} here, unknown at the peer")
+            }
         };
         lines + &format!("; {errors} failed\n")
     }

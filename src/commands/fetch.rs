@@ -85,6 +85,7 @@ impl Report {
         match fetched.source {
             Source::Local => self.by_source.local += 1,
             Source::Tcp => self.by_source.tcp += 1,
+            Source::Read => self.by_source.read += 1,
         }
     }
 }

@@ -69,12 +69,18 @@ fn status(args: &StatusArgs) -> anyhow::Result<()> {
     let StatusReport { fingerprint, model, clients, max_clients, served, .. } = &status;
     let StatusReport { bytes, version, .. } = &status;
     let StatusReport { uptime_s, cpu_s, rss_bytes, .. } = &status;
+    let resident_bytes = status.resident_bytes;
+    let rails = match status.rails.as_slice() {
+        [] => "none".to_owned(),
+        rails => rails.join(", "),
+    };
     let state = if status.draining { "draining" } else { "serving" };
     output::text(&format!(
         "{state} {model}, {}, {}\n\
          store    {fingerprint}\n\
          clients  {clients} of {max_clients}, {}\n\
          requests {served} served, {}, {} refused, {bytes} bytes\n\
+         rails    {rails}, {} in {resident_bytes} bytes of memory, {}\n\
          process  version {version}, up {uptime_s:.0} s, {cpu_s:.2} s of processor time, \
          {rss_bytes} bytes resident\n",
         count(status.layers, "layer"),
@@ -82,5 +88,7 @@ fn status(args: &StatusArgs) -> anyhow::Result<()> {
         count(status.connections, "connection"),
         count(status.errors, "error"),
         count(status.refused, "connection"),
+        count(status.resident_records, "record"),
+        count(status.queue_pairs, "queue pair"),
     ))
 }

@@ -1,0 +1,48 @@
+//! The contract of every backend, over RDMA to a real peer process: in the guest that
+//! `scripts/soft-roce` boots, whose devices are named here.
+#![cfg(metrale_rdma_verbs)]
+
+mod peer_support;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use expert_tier::testing::TestStore;
+use expert_tier::testing::contract::Backed;
+use expert_tier::verbs::{VerbsOptions, VerbsTier};
+use expert_tier::wire::Secret;
+
+use peer_support::process::Peer;
+
+fn make(change: impl FnOnce(&mut VerbsOptions)) -> Backed<VerbsTier, Peer> {
+    let store = TestStore::mixed(1);
+    let secret: PathBuf = store.scratch().join("secret");
+    std::fs::write(&secret, "the secret of the contract's tests\n").expect("a file of ours");
+    let rails = ["--rail", "rxe0p", "--rail", "rxe1p"];
+    let peer = Peer::start_with(&store.path(), &rails, Some(&secret));
+    let secret = Some(Secret::read(&secret).expect("long enough"));
+    // The guest is slow; otherwise the defaults, as users run it.
+    let connect = Duration::from_secs(10);
+    let mut options = VerbsOptions { secret, connect, ..VerbsOptions::new(peer.address()) };
+    change(&mut options);
+    let tier = VerbsTier::connect(options).expect("a peer with rails");
+    Backed::keeping(peer, store, tier).when_changed(|peer, store| {
+        // It has the records in memory; the backend connects to its next life by itself.
+        peer.kill();
+        peer.restart(&store.path());
+    })
+}
+
+mod over_two_rails {
+    expert_tier::contract_suite!(needs "needs RDMA devices: scripts/test-verbs", || super::make(|_| ()));
+}
+
+mod over_one_rail {
+    use railset::pairing::DualRail;
+
+    expert_tier::contract_suite!(needs "needs RDMA devices: scripts/test-verbs", || super::make(|options| {
+        options.wishes.dual = DualRail::One;
+        options.check_threads = 2;
+        options.queue_pair_depth = 2;
+    }));
+}
