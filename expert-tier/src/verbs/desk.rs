@@ -13,7 +13,7 @@ use railset::table::CheckedTable;
 
 use super::VerbsOptions;
 use super::call::Call;
-use super::devices::Devices;
+use super::devices::{Device, Devices};
 use super::rail::Rail;
 use super::state::{Late, State};
 use crate::account::Accounts;
@@ -94,13 +94,17 @@ impl Desk {
         self.reconnects.load(Ordering::Relaxed)
     }
 
+    pub(super) fn in_flight(&self) -> usize {
+        self.in_flight.load(Ordering::Relaxed)
+    }
+
     pub(super) fn most_in_flight(&self) -> usize {
         self.most_in_flight.load(Ordering::Relaxed)
     }
 
     /// Whether nothing flies, so that looking at the rails finds nothing.
     pub(super) fn is_idle(&self) -> bool {
-        self.in_flight.load(Ordering::Relaxed) == 0
+        self.in_flight() == 0
     }
 
     // ---- requests ----
@@ -215,9 +219,15 @@ impl Desk {
         state.rails.iter_mut().filter(|rail| is_hit(rail)).for_each(|r| r.end(why.to_owned()));
     }
 
-    /// Calls `each` for every rail.
-    pub(super) fn each_rail(&self, each: impl FnMut(&Rail)) {
-        self.lock().rails.iter().for_each(each);
+    /// The devices of the rails, each once.
+    pub(super) fn rail_devices(&self) -> Vec<Arc<Device>> {
+        let mut devices: Vec<Arc<Device>> = Vec::new();
+        for rail in &self.lock().rails {
+            if !devices.iter().any(|known| known.name() == rail.device().name()) {
+                devices.push(Arc::clone(rail.device()));
+            }
+        }
+        devices
     }
 
     /// Destroys rails that are over; says how many are left. For the keeper: destroying may take

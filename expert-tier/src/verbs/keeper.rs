@@ -24,6 +24,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::OpenError;
 use super::desk::{Desk, PartChecker};
+use super::devices::Device;
 use super::rail::{PreparedRail, Rail};
 use crate::layout::ExpertLayout;
 use crate::tcp::{DialError, Dialler};
@@ -201,6 +202,7 @@ fn shapes(layout: &ExpertLayout) -> Vec<LayerShape> {
 
 /// Looks after a session until it ends, and says why it did.
 fn keep(desk: &Arc<Desk>, checker: &PartChecker, mut session: Session) -> String {
+    let devices = desk.rail_devices();
     loop {
         if desk.closing() {
             return "the backend is closed".into();
@@ -216,7 +218,7 @@ fn keep(desk: &Arc<Desk>, checker: &PartChecker, mut session: Session) -> String
             Ok(false) => {}
             Err(error) => return format!("the control connection failed: {error}"),
         }
-        look_at_events(desk);
+        look_at_events(desk, &devices);
         if !desk.is_driven() {
             desk.drive(checker);
             while checker.help() {}
@@ -266,15 +268,14 @@ fn hear(desk: &Desk, session: &mut Session) -> Result<(), String> {
 }
 
 /// Ends the rails whose device or port has said that it is down.
-fn look_at_events(desk: &Desk) {
-    let mut devices = Vec::new();
-    desk.each_rail(|rail| devices.push(Arc::clone(rail.device())));
+fn look_at_events(desk: &Desk, devices: &[Arc<Device>]) {
     for device in devices {
         while let Ok(Some(event)) = device.context().next_event() {
             tracing::info!(device = device.name(), ?event, "the device says");
             let on_device = |rail: &Rail| rail.device().name() == device.name();
             match event {
-                AsyncEvent::PortError { port } => {
+                // What was said before this session, or of a moment that has passed, is no news.
+                AsyncEvent::PortError { port } if !device.is_active(port) => {
                     desk.end_rails_where(|r| on_device(r) && r.port() == port, "its port is down");
                 }
                 AsyncEvent::DeviceFatal => desk.end_rails_where(on_device, "the device failed"),
