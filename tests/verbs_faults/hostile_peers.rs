@@ -95,7 +95,7 @@ fn tables_that_cannot_be_are_refused_by_name() {
         layer.columns[0].base = 0;
     });
     refused_table(&peer, "a base that wraps", &["ends beyond the address space"], |layer| {
-        layer.columns[1].base = u64::MAX - 4096;
+        layer.columns[0].base = u64::MAX - 4096;
     });
     refused_table(&peer, "a slot that wraps", &["ends beyond the address space"], |layer| {
         layer.slots[3] = u32::MAX - 1;
@@ -108,8 +108,11 @@ fn tables_that_cannot_be_are_refused_by_name() {
         layer.slots.pop();
     });
     refused_table(&peer, "another layer", &["layer 77 stands where"], |layer| layer.layer = 77);
-    refused_table(&peer, "a third rail", &["3 rails"], |layer| {
+    refused_table(&peer, "a second rail", &["2 rails"], |layer| {
         layer.columns.push(Column { base: 4096, rkey: 1 });
+    });
+    refused_table(&peer, "keys that are none", &["remote access error"], |layer| {
+        layer.columns[0].rkey ^= 0x00ff_ff00;
     });
     refused(&peer, "half a table", &["table"], |(frame, body)| match frame {
         FrameType::RailsTable => encode_frame(frame, Status::Ok, &body[..body.len() - 3]),
@@ -137,13 +140,13 @@ fn offers_and_answers_that_cannot_be_are_refused_by_name() {
     refused_offer(&peer, "GIDs without a route", &["ibv_modify_qp", "10.99.0.1"], |offer| {
         offer.rails.iter_mut().for_each(|rail| rail.gid.0[12..].copy_from_slice(&[10, 99, 0, 1]));
     });
-    refused_connected(&peer, "another rail", &["connected rails [5, 1]"], |connected| {
+    refused_connected(&peer, "another rail", &["connected rails [5]"], |connected| {
         connected.rails[0].index = 5;
     });
     refused_connected(&peer, "fewer queue pairs", &["1 queue pairs on rail 0"], |connected| {
         connected.rails[0].queue_pairs.pop();
     });
-    refused_connected(&peer, "a deep queue", &["READ depth of 255"], |c| c.rails[1].depth = 255);
+    refused_connected(&peer, "a deep queue", &["READ depth of 255"], |c| c.rails[0].depth = 255);
     refused(&peer, "an answer out of turn", &["Connected", "Offer"], |(frame, body)| match frame {
         FrameType::RailsOffer => {
             let mut body = vec![0; 24];
@@ -200,9 +203,8 @@ fn a_peer_that_has_fallen_silent_is_complained_of_once_and_used_when_it_speaks()
     let failure = fetch(&tier, &arena, keys[0]).expect_err("no rails");
     assert!(failure.to_string().contains("METRALE_EXPERT_CONNECT_MS"), "{failure}");
     drop(failure);
-    let mine = |line: &&String| {
-        line.contains(&relay.address()) && line.contains("no rails to the peer; trying again")
-    };
+    let mine =
+        |line: &&String| line.contains(&relay.address()) && line.contains("no rail; trying again");
     let complaints: Vec<_> = logged.lines().iter().filter(mine).cloned().collect();
     let silences = complaints.iter().filter(|line| line.contains("no answer within")).count();
     assert_eq!(silences, 1, "{complaints:?}");

@@ -17,7 +17,7 @@ const OTHER: ExpertKey = ExpertKey::new(0, 1);
 const ROUNDS: usize = 6;
 /// How long what the peer sends is on its way: shorter than the device's retries go on, longer
 /// than the deadlines below.
-const DELAY: &str = "netem delay 150ms";
+const DELAY: &str = "netem delay 200ms";
 /// Until every packet of a round has arrived, and more.
 const WATCH: Duration = Duration::from_millis(500);
 
@@ -78,7 +78,7 @@ fn a_slot_is_not_free_before_reads_that_outlast_their_request_have_landed() {
 fn reads_flushed_from_a_rail_that_missed_its_deadline_write_nothing_afterwards() {
     let overlaps = reuse_the_slot_of_late_reads(|options| {
         options.total = Duration::from_millis(60);
-        options.deadline = Duration::from_millis(80);
+        options.deadline = Duration::from_millis(120);
     });
     println!("{overlaps} of {ROUNDS} requests ended with READs in flight");
     assert!(overlaps > 0);
