@@ -267,6 +267,11 @@ impl Desk {
         state.rails.iter_mut().filter(|rail| is_hit(rail)).for_each(|r| r.end(why.to_owned()));
     }
 
+    /// Calls `each` for every rail.
+    pub(super) fn each_rail(&self, each: impl FnMut(&Rail)) {
+        self.lock().rails.iter().for_each(each);
+    }
+
     /// Leaves the devices of the rails, each once, in `devices`.
     pub(super) fn rail_devices(&self, devices: &mut Vec<Arc<Device>>) {
         devices.clear();
