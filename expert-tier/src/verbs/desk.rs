@@ -228,6 +228,10 @@ impl Desk {
         Some(Need { slot, carry })
     }
 
+    pub(super) fn rails_up(&self) -> usize {
+        self.lock().rails.iter().filter(|rail| rail.ending().is_none()).count()
+    }
+
     pub(super) fn has_rail(&self, number: u64) -> bool {
         self.lock().rails.iter().any(|rail| rail.number == number)
     }

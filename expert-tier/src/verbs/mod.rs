@@ -257,6 +257,19 @@ impl VerbsTier {
         self.desk.reconnects()
     }
 
+    /// Rails that carry traffic now.
+    #[must_use]
+    pub fn rails_up(&self) -> usize {
+        self.desk.rails_up()
+    }
+
+    /// Looks at the rails once, as a caller does that waits in
+    /// [`poll`](ExpertTier::poll); says whether there was anything. For callers with a loop of their
+    /// own that have no completion to wait for.
+    pub fn drive(&self) -> bool {
+        self.drive_once()
+    }
+
     /// Most READs that were in flight at once.
     #[must_use]
     pub fn most_reads_in_flight(&self) -> usize {
