@@ -243,8 +243,15 @@ pub struct CompletionQueue(Arc<QueueInner>);
 
 #[derive(Default, Debug)]
 struct QueueInner {
-    arrived: Mutex<VecDeque<Arrival>>,
+    inbox: Mutex<Inbox>,
     bell: Condvar,
+}
+
+#[derive(Default, Debug)]
+struct Inbox {
+    arrived: VecDeque<Arrival>,
+    /// Threads that wait. Where there is none nobody need be woken, which would be a system call.
+    waiting: usize,
 }
 
 impl CompletionQueue {
@@ -261,8 +268,13 @@ impl CompletionQueue {
     }
 
     pub(crate) fn push_outcome(&self, ticket: Ticket, key: ExpertKey, outcome: Outcome) {
-        self.lock().push_back(Arrival { ticket, key, outcome });
-        self.0.bell.notify_one();
+        let mut inbox = self.lock();
+        inbox.arrived.push_back(Arrival { ticket, key, outcome });
+        let wake = inbox.waiting > 0;
+        drop(inbox);
+        if wake {
+            self.0.bell.notify_one();
+        }
     }
 
     /// Takes the oldest completion, waiting for one at most `wait`.
@@ -279,24 +291,33 @@ impl CompletionQueue {
     }
 
     fn next(&self, wait: Duration) -> Option<Arrival> {
+        let mut inbox = self.lock();
+        // What is there costs no look at the clock.
+        if let Some(arrival) = inbox.arrived.pop_front() {
+            return Some(arrival);
+        }
+        if wait.is_zero() {
+            return None;
+        }
         let until = after(wait);
-        let mut arrived = self.lock();
         loop {
-            if let Some(arrival) = arrived.pop_front() {
-                return Some(arrival);
-            }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return None;
             }
-            let woken = self.0.bell.wait_timeout(arrived, left);
-            arrived = woken.unwrap_or_else(PoisonError::into_inner).0;
+            inbox.waiting += 1;
+            let woken = self.0.bell.wait_timeout(inbox, left);
+            inbox = woken.unwrap_or_else(PoisonError::into_inner).0;
+            inbox.waiting -= 1;
+            if let Some(arrival) = inbox.arrived.pop_front() {
+                return Some(arrival);
+            }
         }
     }
 
     /// A push or pop cannot leave the deque half-changed, so a poisoned lock is sound to take.
-    fn lock(&self) -> MutexGuard<'_, VecDeque<Arrival>> {
-        self.0.arrived.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Inbox> {
+        self.0.inbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
