@@ -311,10 +311,13 @@ impl Connection {
         let Some(published) = &self.shared.published else { return Err(End::NoRails) };
         let client = self.rail_client.get_or_insert_with(|| RailClient::new(published));
         let pairs_before = client.queue_pairs();
-        let answers = client.on_message(kind, &body)?;
-        if client.queue_pairs() > pairs_before {
-            let queue_pairs = client.queue_pairs();
-            self.shared.tally.queue_pairs.fetch_add(queue_pairs as u64, Ordering::Relaxed);
+        let answers = client.on_message(kind, &body);
+        let queue_pairs = client.queue_pairs();
+        // Before an error is: it may have come after some of the queue pairs were there.
+        let made = queue_pairs.saturating_sub(pairs_before) as u64;
+        self.shared.tally.queue_pairs.fetch_add(made, Ordering::Relaxed);
+        let answers = answers?;
+        if made > 0 {
             tracing::info!(client = %self.client, queue_pairs, "connected over RDMA");
         }
         for (kind, body) in answers {

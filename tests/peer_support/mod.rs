@@ -14,7 +14,7 @@ use expert_tier::arena::{ExpertArena, Free, Slot};
 use expert_tier::error::FetchFailure;
 use expert_tier::key::ExpertKey;
 use expert_tier::store::manifest::Manifest;
-use expert_tier::tcp::{TcpOptions, TcpTier};
+use expert_tier::tcp::TcpOptions;
 use expert_tier::testing::TestStore;
 use expert_tier::tier::{Completion, CompletionQueue, ExpertTier, FetchRequest, Fetched, Ticket};
 use railset::BackoffSettings;
@@ -69,7 +69,7 @@ pub(crate) fn slot(arena: &ExpertArena) -> Slot<Free> {
 
 /// Fetches one record.
 pub(crate) fn fetch(
-    tier: &TcpTier,
+    tier: &impl ExpertTier,
     arena: &ExpertArena,
     key: ExpertKey,
 ) -> Result<Fetched, FetchFailure> {
@@ -78,7 +78,7 @@ pub(crate) fn fetch(
 
 /// Submits `keys` as one batch.
 pub(crate) fn submit(
-    tier: &TcpTier,
+    tier: &impl ExpertTier,
     arena: &ExpertArena,
     keys: &[ExpertKey],
     queue: &CompletionQueue,
@@ -90,13 +90,13 @@ pub(crate) fn submit(
 }
 
 /// Takes the next completion, which must come.
-pub(crate) fn next(tier: &TcpTier, queue: &CompletionQueue) -> Completion {
+pub(crate) fn next(tier: &impl ExpertTier, queue: &CompletionQueue) -> Completion {
     tier.poll(queue, BOUND).expect("a completion in time")
 }
 
 /// Fetches `keys` as one batch and waits for all of it, in order of completion.
 pub(crate) fn fetch_batch(
-    tier: &TcpTier,
+    tier: &impl ExpertTier,
     arena: &ExpertArena,
     keys: &[ExpertKey],
 ) -> Vec<Completion> {
@@ -113,7 +113,7 @@ pub(crate) fn assert_right(store: &TestStore, key: ExpertKey, fetched: &Fetched)
 
 /// Fetches `key` until it comes, as a caller would that tries again after a passing failure.
 pub(crate) fn fetch_until_right(
-    tier: &TcpTier,
+    tier: &impl ExpertTier,
     arena: &ExpertArena,
     store: &TestStore,
     key: ExpertKey,

@@ -14,7 +14,7 @@ use railset::handshake::client::Carry;
 use railset::table::CheckedTable;
 
 use super::call::Call;
-use super::devices::Devices;
+use super::devices::{Device, Devices};
 use super::rail::Rail;
 use super::session::{Opened, PROBE_BYTES, Session};
 use super::state::{Late, State};
@@ -122,13 +122,17 @@ impl Desk {
         self.reconnects.load(Ordering::Relaxed)
     }
 
+    pub(super) fn in_flight(&self) -> usize {
+        self.in_flight.load(Ordering::Relaxed)
+    }
+
     pub(super) fn most_in_flight(&self) -> usize {
         self.most_in_flight.load(Ordering::Relaxed)
     }
 
     /// Whether nothing flies, so that looking at the rails finds nothing.
     pub(super) fn is_idle(&self) -> bool {
-        self.in_flight.load(Ordering::Relaxed) == 0
+        self.in_flight() == 0
     }
 
     // ---- requests ----
@@ -267,9 +271,14 @@ impl Desk {
         state.rails.iter_mut().filter(|rail| is_hit(rail)).for_each(|r| r.end(why.to_owned()));
     }
 
-    /// Calls `each` for every rail.
-    pub(super) fn each_rail(&self, each: impl FnMut(&Rail)) {
-        self.lock().rails.iter().for_each(each);
+    /// Leaves the devices of the rails, each once, in `devices`.
+    pub(super) fn rail_devices(&self, devices: &mut Vec<Arc<Device>>) {
+        devices.clear();
+        for rail in &self.lock().rails {
+            if !devices.iter().any(|known| known.name() == rail.device().name()) {
+                devices.push(Arc::clone(rail.device()));
+            }
+        }
     }
 
     /// Destroys rails that are over; says how many are left. For the keeper: destroying may take

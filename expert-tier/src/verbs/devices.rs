@@ -7,7 +7,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use gpu_sys::verbs::{
-    Access, Context, Library, Memory, MemoryRegion, ProtectionDomain, VerbsError,
+    Access, Context, Library, Memory, MemoryRegion, PortState, ProtectionDomain, VerbsError,
 };
 use railset::choose::{Asker, choose};
 use railset::driver;
@@ -89,6 +89,12 @@ impl Device {
 
     pub(super) fn context(&self) -> &Arc<Context> {
         self.domain.context()
+    }
+
+    /// Whether a port carries traffic at the moment; a port that does not answer does not.
+    pub(super) fn is_active(&self, port: u8) -> bool {
+        let state = self.context().port(port).map(|facts| facts.state);
+        matches!(state, Ok(PortState::Active | PortState::ActiveDeferred))
     }
 
     pub(super) fn domain(&self) -> &Arc<ProtectionDomain> {

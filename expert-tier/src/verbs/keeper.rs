@@ -14,6 +14,7 @@ use railset::handshake::client::Carry;
 use rand::Rng;
 
 use super::desk::{Desk, Need, PartChecker};
+use super::devices::Device;
 use super::rail::Rail;
 use super::session::{self, Session};
 use crate::tcp::Dialler;
@@ -28,12 +29,13 @@ const LOOK: Duration = Duration::from_millis(20);
 /// Looks after rails and control connections until the backend is closed.
 pub(super) fn keep(desk: &Arc<Desk>, checker: &PartChecker) {
     let (mut sessions, mut readable) = (Vec::<Session>::new(), Vec::new());
+    let mut devices = Vec::new();
     while !desk.closing() {
         desk.take_sessions(&mut sessions);
         let alone = !desk.is_idle() && !desk.is_driven();
         let tick = if alone { FLYING_TICK } else { IDLE_TICK };
         listen(desk, &mut sessions, tick, &mut readable);
-        look_at_events(desk);
+        look_at_events(desk, &mut devices);
         if !desk.is_driven() {
             desk.drive(checker);
             while checker.help() {}
@@ -76,15 +78,15 @@ fn listen(desk: &Desk, sessions: &mut Vec<Session>, tick: Duration, readable: &m
 }
 
 /// Ends the rails whose device or port has said that it is down.
-fn look_at_events(desk: &Desk) {
-    let mut devices = Vec::new();
-    desk.each_rail(|rail| devices.push(Arc::clone(rail.device())));
+fn look_at_events(desk: &Desk, devices: &mut Vec<Arc<Device>>) {
+    desk.rail_devices(devices);
     for device in devices {
         while let Ok(Some(event)) = device.context().next_event() {
             tracing::info!(device = device.name(), ?event, "the device says");
             let on_device = |rail: &Rail| rail.device().name() == device.name();
             match event {
-                AsyncEvent::PortError { port } => {
+                // What was said of a moment that has passed is no news.
+                AsyncEvent::PortError { port } if !device.is_active(port) => {
                     desk.end_rails_where(|r| on_device(r) && r.port() == port, "its port is down");
                 }
                 AsyncEvent::DeviceFatal => desk.end_rails_where(on_device, "the device failed"),

@@ -270,6 +270,12 @@ impl VerbsTier {
         self.drive_once()
     }
 
+    /// READs in flight when somebody last looked at the rails.
+    #[must_use]
+    pub fn reads_in_flight(&self) -> usize {
+        self.desk.in_flight()
+    }
+
     /// Most READs that were in flight at once.
     #[must_use]
     pub fn most_reads_in_flight(&self) -> usize {

@@ -39,6 +39,9 @@ const MAX_FRAME_BYTES: u64 = 64 << 20;
 /// ones is found out.
 pub(super) const PROBE_BYTES: u64 = 8192;
 
+/// Control connections that are listened to at once: two rails, and those that they replace.
+const MAX_HEARD: usize = 4;
+
 /// A record of `bytes`, as far as cutting it goes; nobody looks at what comes.
 fn probe(bytes: u64) -> RecordIdentity {
     RecordIdentity {
@@ -286,6 +289,7 @@ impl Session {
 }
 
 /// Waits until the peer has sent something on one of `sessions`, at most `wait`, and marks those.
+/// Sessions beyond [`MAX_HEARD`] have to wait until one before them is gone.
 pub(super) fn wait_readable(
     sessions: &[Session],
     wait: Duration,
@@ -293,12 +297,14 @@ pub(super) fn wait_readable(
 ) -> std::io::Result<()> {
     readable.clear();
     let wait = Timespec::try_from(wait).map_err(std::io::Error::other)?;
-    let flags = PollFlags::IN;
-    let mut fds: Vec<_> = sessions
-        .iter()
-        .map(|session| PollFd::from_borrowed_fd(session.socket.as_fd(), flags))
-        .collect();
-    match poll(&mut fds, Some(&wait)) {
+    let Some(last) = sessions.len().checked_sub(1) else { return Ok(()) };
+    // Not a list: this runs all the time, and a fetch must not share the allocator with it. Places
+    // that are too many name the last session again, and are not looked at.
+    let mut fds: [_; MAX_HEARD] = std::array::from_fn(|at| {
+        PollFd::from_borrowed_fd(sessions[at.min(last)].socket.as_fd(), PollFlags::IN)
+    });
+    let fds = &mut fds[..sessions.len().min(MAX_HEARD)];
+    match poll(fds, Some(&wait)) {
         Ok(_) | Err(rustix::io::Errno::INTR) => {}
         Err(error) => return Err(error.into()),
     }

@@ -2,6 +2,7 @@
 //! (`ibv_modify_qp(3)` says which attributes each step takes).
 
 use std::fmt;
+use std::net::Ipv6Addr;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -116,7 +117,12 @@ impl<T> Core<T> {
             | mask::IBV_QP_RQ_PSN.0
             | mask::IBV_QP_MAX_DEST_RD_ATOMIC.0
             | mask::IBV_QP_MIN_RNR_TIMER.0;
-        self.modify(&mut attributes, what, "RTR")
+        // The kernel resolves the address here, and says no more than that it could not.
+        let to = match gid {
+            Some(gid) => format!("RTR towards {}", Ipv6Addr::from(gid)),
+            None => format!("RTR towards LID {}", attributes.ah_attr.dlid),
+        };
+        self.modify(&mut attributes, what, &to)
     }
 
     fn to_rts(&self, remote: &RemoteEnd, local: &LocalEnd) -> Result<(), VerbsError> {

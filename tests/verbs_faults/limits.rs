@@ -1,0 +1,96 @@
+//! Processes that may not lock enough memory say so, with the numbers, before they serve or fetch.
+
+use std::process::{Command, Output};
+
+use expert_tier::testing::TestStore;
+
+use crate::cables::{RAILS, peer};
+use crate::peer_support::process::Peer;
+
+/// Runs `metrale` to its end without the capability that lifts the limit, and with a limit.
+fn limited(kilobytes: u64, args: &[&str]) -> Output {
+    Command::new("sh")
+        .arg("-c")
+        .arg(format!(
+            "ulimit -l {kilobytes}; exec setpriv --bounding-set -ipc_lock --inh-caps -ipc_lock \
+             {} \"$@\"",
+            env!("CARGO_BIN_EXE_metrale")
+        ))
+        .arg("metrale")
+        .args(args)
+        .output()
+        .expect("a shell")
+}
+
+fn text(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+#[test]
+#[ignore = "needs RDMA devices: scripts/test-verbs"]
+fn a_peer_that_may_not_lock_its_records_does_not_listen() {
+    // 16 records of 700 kB, once for each of two devices.
+    let store = TestStore::new(2, 8, &[700_001], 91);
+    let dir = store.path();
+    let run = ["peer", "run", "--listen", "127.0.0.1:0", "--store", dir.to_str().expect("a path")];
+    for rails in [&RAILS[..], &[]] {
+        let refused = limited(8192, &[&run[..], rails].concat());
+        let text = text(&refused);
+        println!("{text}");
+        assert_eq!(refused.status.code(), Some(1), "{text}");
+        assert!(refused.stdout.is_empty(), "it listened");
+        for word in ["MiB of locked memory", "the limit is", "ulimit -l", "--rail none"] {
+            assert!(text.contains(word), "{text:?} does not name {word:?}");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs RDMA devices: scripts/test-verbs"]
+fn a_peer_without_rails_needs_no_locked_memory() {
+    let store = TestStore::new(2, 8, &[700_001], 91);
+    let peer = Peer::start(&store.path(), &["--rail", "none"]);
+    let status = peer.status();
+    assert_eq!((status.rails.len(), status.resident_bytes), (0, 0));
+    let fetch = ["fetch", "--all", "--peer", &peer.address(), "--connect-ms", "5000"];
+    let verbs = limited(65536, &[&fetch[..], &["--expert-backend", "rdma-verbs"]].concat());
+    assert_eq!(verbs.status.code(), Some(1));
+    assert!(text(&verbs).contains("--expert-backend rdma"), "{}", text(&verbs));
+    let tcp = limited(65536, &[&fetch[..], &["--expert-backend", "rdma"]].concat());
+    assert_eq!(tcp.status.code(), Some(0), "{}", text(&tcp));
+}
+
+#[test]
+#[ignore = "needs RDMA devices: scripts/test-verbs"]
+fn a_client_that_may_not_lock_its_arena_says_so() {
+    let store = TestStore::new(2, 8, &[700_001], 92);
+    let peer = peer(&store);
+    let address = peer.address();
+    let fetch = [
+        "fetch",
+        "--expert-backend",
+        "rdma-verbs",
+        "--all",
+        "--peer",
+        &address,
+        "--arena-bytes",
+        "8388608",
+        "--connect-ms",
+        "5000",
+    ];
+    // Too little for the arena; for its registration with the second device; enough for one.
+    for (kilobytes, more, code) in
+        [(4096, &[][..], 1), (12288, &[], 1), (12288, &["--dual-rail", "0"], 0), (20480, &[], 0)]
+    {
+        let output = limited(kilobytes, &[&fetch[..], more].concat());
+        let text = text(&output);
+        println!("{kilobytes} kB: {text}");
+        assert_eq!(output.status.code(), Some(code), "{text}");
+        if code != 0 {
+            for word in ["MiB", "limit", "ulimit -l", "--expert-arena-bytes"] {
+                assert!(text.contains(word), "{text:?} does not name {word:?}");
+            }
+        }
+    }
+    assert_eq!(peer.status().queue_pairs, 0);
+}
