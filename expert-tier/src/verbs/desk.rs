@@ -10,6 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use gpu_sys::pinned::HugePages;
+use railset::choose::RailSpec;
 use railset::handshake::client::Carry;
 use railset::table::CheckedTable;
 
@@ -230,6 +231,13 @@ impl Desk {
         let up: Vec<_> = state.rails.iter().map(Rail::ends).collect();
         let carry = if up.is_empty() { Carry::First } else { Carry::Beside { slot, up } };
         Some(Need { slot, carry })
+    }
+
+    pub(super) fn rail_specs(&self) -> Vec<RailSpec> {
+        let state = self.lock();
+        let mut rails: Vec<_> = state.rails.iter().collect();
+        rails.sort_by_key(|rail| rail.slot);
+        rails.into_iter().map(|rail| rail.spec().clone()).collect()
     }
 
     pub(super) fn rails_up(&self) -> usize {

@@ -282,12 +282,10 @@ impl VerbsTier {
         self.desk.most_in_flight()
     }
 
-    /// The local ends of the rails that are up, in the order that the handshake gave them.
+    /// The local ends of the rails that are up, the first rail first.
     #[must_use]
     pub fn rails(&self) -> Vec<RailSpec> {
-        let mut specs = Vec::new();
-        self.desk.each_rail(|rail| specs.push(rail.spec().clone()));
-        specs
+        self.desk.rail_specs()
     }
 
     /// Waits for something on `queue`, looking after the rails meanwhile.

@@ -122,7 +122,9 @@ impl PreparedRail {
         for ((pair, psn), remote) in prepared.into_iter().zip(&up.remote) {
             let (remote, local) = driver::ends(up, &spec, *remote, psn);
             let pair = pair.connect(&remote, &local).map_err(|error| error.source)?;
-            let (picked, batch) = (Vec::new(), Vec::new());
+            // As many as there is ever room for, so that no fetch has to wait for the allocator.
+            let (picked, batch) =
+                (Vec::with_capacity(pair.room()), Vec::with_capacity(pair.room()));
             lanes.push(Lane { pair, picked, batch, progress: Instant::now() });
         }
         let completions = Completions::with_room(LOOK_COMPLETIONS);
