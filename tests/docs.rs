@@ -76,7 +76,15 @@ fn the_tests_that_the_architecture_cites_exist() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let text = include_str!("../ARCHITECTURE.md");
     let mut sources = String::new();
-    let folders = ["tests", "railset/src", "expert-peer/src", "expert-tier/src", "expert-tier/tests", "gpu-sys/src", "gpu-sys/tests"];
+    let folders = [
+        "tests",
+        "railset/src",
+        "expert-peer/src",
+        "expert-tier/src",
+        "expert-tier/tests",
+        "gpu-sys/src",
+        "gpu-sys/tests",
+    ];
     for folder in folders {
         read_sources(&root.join(folder), &mut sources);
     }

@@ -5,6 +5,7 @@ use std::time::Instant;
 use crate::arena::{Part, Parted, Slot};
 use crate::error::FetchError;
 use crate::key::ExpertKey;
+use crate::pieces::PIECE_BYTES;
 use crate::record::RecordIdentity;
 use crate::tier::{CompletionQueue, Ticket};
 
@@ -71,6 +72,14 @@ impl Call {
     /// Whether there is something to post.
     pub(super) fn has_parts(&self) -> bool {
         self.is_wanted() && (!self.back.is_empty() || self.slot.uncut() > 0)
+    }
+
+    /// Bytes of the part that is posted next, or a little less.
+    pub(super) fn next_part_bytes(&self) -> usize {
+        match self.back.last() {
+            Some(part) => part.range().len(),
+            None => self.slot.uncut().min(PIECE_BYTES as usize),
+        }
     }
 
     /// Whether nothing of it flies and nothing is to.

@@ -9,15 +9,21 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
+use gpu_sys::pinned::HugePages;
+use railset::handshake::client::Carry;
 use railset::table::CheckedTable;
 
-use super::VerbsOptions;
 use super::call::Call;
 use super::devices::Devices;
 use super::rail::Rail;
+use super::session::{Opened, PROBE_BYTES, Session};
 use super::state::{Late, State};
+use super::{OpenError, VerbsOptions};
 use crate::account::Accounts;
-use crate::arena::{Free, Gathered, Judged, LandedPart, Part, Rejected, Slot};
+use crate::arena::{
+    ArenaOptions, CudaUse, ExpertArena, Free, Gathered, Judged, LandedPart, Part, Rejected,
+    SlabPlan, Slot,
+};
 use crate::checker::{Checker, Job};
 use crate::error::{Bound, FetchError, FetchFailure};
 use crate::key::ExpertKey;
@@ -33,6 +39,9 @@ pub(super) struct Desk {
     pub(super) manifest: Arc<Manifest>,
     pub(super) accounts: Accounts,
     pub(super) devices: Devices,
+    /// A slot to try new rails with.
+    pub(super) probe: ExpertArena,
+    next_rail: AtomicU64,
     state: Mutex<State>,
     /// Rung when the backend closes, and when the first request after a lull comes.
     bell: Condvar,
@@ -48,6 +57,14 @@ pub(super) struct Desk {
     opened: Instant,
     /// Milliseconds after `opened` at which somebody last looked for requests out of time.
     looked_ms: AtomicU64,
+}
+
+/// A rail that should be there and is not.
+pub(super) struct Need {
+    /// Which of the client's rails.
+    pub(super) slot: usize,
+    /// What to ask of the peer.
+    pub(super) carry: Carry,
 }
 
 /// A part to check, and where its call is.
@@ -67,8 +84,19 @@ impl Job for CheckPart {
 pub(super) type PartChecker = Checker<CheckPart>;
 
 impl Desk {
-    pub(super) fn new(options: VerbsOptions, manifest: Arc<Manifest>, devices: Devices) -> Self {
-        Self {
+    pub(super) fn new(
+        options: VerbsOptions,
+        manifest: Arc<Manifest>,
+        devices: Devices,
+    ) -> Result<Self, OpenError> {
+        let slabs = vec![SlabPlan { slot_bytes: PROBE_BYTES, slots: 1 }];
+        let mut probe = ArenaOptions::with_slabs(slabs);
+        (probe.cuda, probe.huge_pages) = (CudaUse::Off, HugePages::Off);
+        let probe = ExpertArena::new(&probe)?;
+        devices.register(&probe)?;
+        Ok(Self {
+            probe,
+            next_rail: AtomicU64::new(0),
             options,
             manifest,
             accounts: Accounts::new(TierKind::RdmaVerbs, Source::Read),
@@ -83,7 +111,7 @@ impl Desk {
             rejections: AtomicU64::new(0),
             opened: Instant::now(),
             looked_ms: AtomicU64::new(0),
-        }
+        })
     }
 
     pub(super) fn healthy(&self) -> bool {
@@ -163,16 +191,45 @@ impl Desk {
 
     // ---- rails ----
 
-    /// New rails carry what waits.
-    pub(super) fn session_up(self: &Arc<Self>, rails: Vec<Rail>, table: Arc<CheckedTable>) {
+    /// Names a rail that is about to be set up.
+    pub(super) fn next_rail(&self) -> u64 {
+        self.next_rail.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// A new rail carries what waits; its control connection goes to the keeper.
+    pub(super) fn rail_up(self: &Arc<Self>, opened: Opened) {
+        let Opened { session, rail, rails_possible } = opened;
         let mut state = self.lock();
-        let names: Vec<_> = rails.iter().map(Rail::name).collect();
-        let outage = state.down_since.take().map(|since| since.elapsed());
-        tracing::info!(peer = %self.options.peer, rails = ?names, generation = table.generation(),
-            resident = table.resident(), outage_ms = outage.map(|o| o.as_millis()), "rails are up");
-        (state.rails, state.table, state.healthy) = (rails, Some(table), true);
+        let outage_ms = state.down_since.take().map(|since| since.elapsed().as_millis());
+        let (name, slot) = (rail.name(), rail.slot);
+        state.rails_wanted = state.rails_wanted.max(rails_possible);
+        state.rails.push(rail);
+        state.sessions.push(session);
+        state.healthy = true;
+        let rails = state.rails.len();
         drop(state);
+        tracing::info!(peer = %self.options.peer, rail = name, slot, rails, outage_ms,
+            "a rail is up");
         self.ring();
+    }
+
+    /// Moves the control connections of new rails to `sessions`.
+    pub(super) fn take_sessions(&self, sessions: &mut Vec<Session>) {
+        sessions.append(&mut self.lock().sessions);
+    }
+
+    /// The rail that should be there and is not; none while one in its place is not quite gone.
+    pub(super) fn need(&self) -> Option<Need> {
+        let state = self.lock();
+        let is_there = |slot: usize| state.rails.iter().any(|rail| rail.slot == slot);
+        let slot = (0..state.rails_wanted).find(|&slot| !is_there(slot))?;
+        let up: Vec<_> = state.rails.iter().map(Rail::ends).collect();
+        let carry = if up.is_empty() { Carry::First } else { Carry::Beside { slot, up } };
+        Some(Need { slot, carry })
+    }
+
+    pub(super) fn has_rail(&self, number: u64) -> bool {
+        self.lock().rails.iter().any(|rail| rail.number == number)
     }
 
     pub(super) fn count_reconnect(&self) {
@@ -180,33 +237,24 @@ impl Desk {
         self.accounts.reconnected();
     }
 
-    pub(super) fn table_changed(&self, table: Arc<CheckedTable>) {
-        self.lock().table = Some(table);
+    pub(super) fn table_changed(&self, number: u64, table: &Arc<CheckedTable>) {
+        let mut state = self.lock();
+        let rail = state.rails.iter_mut().find(|rail| rail.number == number);
+        if let Some(rail) = rail {
+            rail.use_table(Arc::clone(table));
+        }
     }
 
-    /// An attempt to connect failed; logged where the reason is another than before.
-    pub(super) fn dial_failed(&self, reason: &str) {
+    /// An attempt to set up a rail failed.
+    pub(super) fn dial_failed(&self, why: &str) {
         let mut state = self.lock();
-        let news = state.down_why != reason;
-        state.healthy = false;
-        state.down_since.get_or_insert_with(Instant::now);
-        if news {
-            state.down_why = reason.to_owned();
-            tracing::warn!(peer = %self.options.peer, reason, "no rails to the peer; trying again");
+        if state.rails.is_empty() {
+            state.healthy = false;
+            state.down_since.get_or_insert_with(Instant::now);
+            why.clone_into(&mut state.down_why);
         }
         drop(state);
         self.expire();
-    }
-
-    /// Why the last rail went.
-    pub(super) fn down_why(&self) -> String {
-        self.lock().down_why.clone()
-    }
-
-    /// Ends every rail: what flies comes back, or is waited for by [`reap`](Self::reap).
-    pub(super) fn end_rails(&self, why: &str) {
-        let mut state = self.lock();
-        state.rails.iter_mut().for_each(|rail| rail.end(why.to_owned()));
     }
 
     /// Ends the rails that `is_hit` names.
@@ -237,7 +285,6 @@ impl Desk {
             state.healthy = state.healthy && left > 0;
             if left == 0 {
                 state.down_since.get_or_insert_with(Instant::now);
-                state.table = None;
             }
         }
         if let Some(why) = gone.iter().find_map(Rail::ending) {

@@ -5,6 +5,9 @@
 //! land, in whatever order.
 //!
 //! Bounds, all of them settings:
+//! * Setting up a rail takes at most `connect` for each of connecting, agreeing, and `deadline` for
+//!   trying it out. One that failed is tried again with back-off, at first after `backoff.first_ms`,
+//!   at last every `backoff.most_ms`, while the others carry on.
 //! * A rail on which something flies and nothing completes for `deadline` is ended: its queue pairs
 //!   are put in error, so that everything comes back, and what came back flies again on another.
 //!   What has not come back after `drain` ends with the queue pair, which is destroyed.
@@ -24,6 +27,8 @@ mod desk;
 mod devices;
 mod keeper;
 mod rail;
+mod rate;
+mod session;
 mod state;
 
 use std::sync::Arc;
@@ -34,9 +39,10 @@ use gpu_sys::verbs::VerbsError;
 use railset::BackoffSettings;
 use railset::choose::ChooseError;
 use railset::handshake::HandshakeError;
-use railset::pairing::RailWishes;
+use railset::handshake::client::Carry;
+use railset::pairing::{DualRail, RailWishes};
 
-use crate::arena::ExpertArena;
+use crate::arena::{ArenaError, ExpertArena};
 use crate::checker::{Checker, MAX_CHECK_THREADS, default_check_threads};
 use crate::error::FetchFailure;
 use crate::fingerprint::Fingerprint;
@@ -45,7 +51,8 @@ use crate::tcp::{DialError, Dialler};
 use crate::tier::{self, Completion, CompletionQueue, ExpertTier, FetchRequest, Ticket, TierKind};
 use crate::wire::Secret;
 use crate::wire::handshake::Goal;
-use desk::{Desk, PartChecker};
+use crate::wire::io::IoError;
+use desk::{Desk, Need, PartChecker};
 use devices::Devices;
 
 /// Between two looks at the clock by a caller that waits while nothing flies.
@@ -145,6 +152,35 @@ pub enum OpenError {
         /// What it said.
         reason: String,
     },
+    /// The connection broke off, or time ran out, while a rail was agreed on.
+    #[error("{peer}, waiting for {due}: {source}")]
+    Io {
+        /// The peer's address.
+        peer: String,
+        /// What was due.
+        due: &'static str,
+        /// What happened.
+        source: IoError,
+    },
+    /// A rail came up, and nothing comes over it.
+    #[error(
+        "{rail} to {peer}: {why}; the control connection works, so look at the cable, the switch, \
+         the MTU and the firewall (UDP port 4791 for RoCEv2) between the two adapters"
+    )]
+    TryOut {
+        /// The rail.
+        rail: String,
+        /// The peer's address.
+        peer: String,
+        /// What happened.
+        why: String,
+    },
+    /// Memory for trying rails out could not be pinned.
+    #[error(transparent)]
+    Arena(#[from] ArenaError),
+    /// The two ends agreed on no rail at all.
+    #[error("the handshake brought no rail")]
+    NoRail,
     /// The device gave a queue pair a number that none can have.
     #[error("a device made a queue pair that cannot be: {source}")]
     QueuePair {
@@ -156,9 +192,9 @@ pub enum OpenError {
 /// A peer over verbs.
 pub struct VerbsTier {
     desk: Arc<Desk>,
-    // Dropped by hand after the keeper, which uses it.
     checker: Arc<PartChecker>,
-    keeper: Option<JoinHandle<()>>,
+    /// Keeper and connector; joined before anything else goes.
+    threads: Vec<JoinHandle<()>>,
 }
 
 impl VerbsTier {
@@ -180,16 +216,39 @@ impl VerbsTier {
         let checker = Checker::start("verbs-check", threads)
             .map_err(|source| DialError::Thread { what: "check records", source })?;
         let checker = Arc::new(checker);
-        let desk = Arc::new(Desk::new(options, manifest, devices));
-        let opened = keeper::open(&desk, socket)?;
-        desk.session_up(opened.rails, opened.table);
-        let keeper = std::thread::Builder::new().name("verbs-keeper".into()).spawn({
-            let (desk, checker) = (Arc::clone(&desk), Arc::clone(&checker));
-            move || keeper::run(&desk, &dialler, &checker, opened.session)
-        });
-        let keeper =
-            keeper.map_err(|source| DialError::Thread { what: "keep the rails", source })?;
-        Ok(Self { desk, checker, keeper: Some(keeper) })
+        let desk = Arc::new(Desk::new(options, manifest, devices)?);
+        desk.rail_up(session::open(&desk, socket, Carry::First, 0)?);
+        let mut tier = Self { desk, checker, threads: Vec::new() };
+        tier.second_rail(&dialler)?;
+        tier.start("verbs-keeper", |desk, checker| keeper::keep(&desk, &checker))?;
+        tier.start("verbs-connector", move |desk, _| keeper::connect(&desk, &dialler))?;
+        Ok(tier)
+    }
+
+    /// Sets up the second rail where there can be one. Where it is not asked for, it may come later.
+    fn second_rail(&self, dialler: &Dialler) -> Result<(), OpenError> {
+        let Some(Need { slot, carry }) = self.desk.need() else { return Ok(()) };
+        match session::dial(&self.desk, dialler, carry, slot) {
+            Ok(opened) => self.desk.rail_up(opened),
+            Err(error) if self.desk.options.wishes.dual == DualRail::Two => return Err(error),
+            Err(error) => {
+                let peer = &self.desk.options.peer;
+                tracing::warn!(%peer, reason = %error, "no second rail; trying again");
+            }
+        }
+        Ok(())
+    }
+
+    fn start(
+        &mut self,
+        name: &str,
+        work: impl FnOnce(Arc<Desk>, Arc<PartChecker>) + Send + 'static,
+    ) -> Result<(), OpenError> {
+        let (desk, checker) = (Arc::clone(&self.desk), Arc::clone(&self.checker));
+        let started = std::thread::Builder::new().name(name.into()).spawn(|| work(desk, checker));
+        let what = "keep the rails";
+        self.threads.push(started.map_err(|source| DialError::Thread { what, source })?);
+        Ok(())
     }
 
     /// How often rails were set up again after the last was lost.
@@ -285,10 +344,10 @@ impl VerbsTier {
 impl Drop for VerbsTier {
     fn drop(&mut self) {
         self.desk.close();
-        if let Some(keeper) = self.keeper.take()
-            && keeper.join().is_err()
-        {
-            tracing::error!("the keeper of the rails had panicked");
+        for thread in self.threads.drain(..) {
+            if thread.join().is_err() {
+                tracing::error!("a thread that kept the rails had panicked");
+            }
         }
         while self.checker.help() {}
         self.desk.fail_all();

@@ -6,6 +6,10 @@
 //! doorbell. A READ reports by itself when [`SIGNAL_BYTES`] have been posted since the last that
 //! did, so that large parts are checked as they land and small ones do not cost a completion each;
 //! the last of a list always does.
+//!
+//! A rail knows how fast it is: [`Rate`] follows the bytes that came while something was in flight,
+//! and [`Rail::ready_in`] says how long it would take for a part that is posted now to come. Parts
+//! go where that is soonest, so that rails of unequal speed end a batch together.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,14 +21,20 @@ use gpu_sys::verbs::{
 use railset::choose::RailSpec;
 use railset::driver;
 use railset::handshake::BringUp;
+use railset::handshake::client::RailEnds;
 use railset::message::{Psn, Qpn, QueuePairEnd};
+use railset::pairing::RailPair;
+use railset::table::{CheckedTable, Place};
 use rand::Rng;
 
 use super::devices::Device;
+use super::rate::Rate;
 use crate::arena::{ArenaId, Part};
 
 /// Bytes posted between two READs that report by themselves.
 const SIGNAL_BYTES: usize = 64 * 1024;
+/// Between two looks at a rail that is being tried.
+const TRY_NAP: Duration = Duration::from_micros(100);
 /// Completions taken by one look.
 const LOOK_COMPLETIONS: usize = 64;
 
@@ -38,8 +48,12 @@ pub(super) struct PreparedRail {
 
 /// A connected rail.
 pub(super) struct Rail {
-    /// Its position in the connection, and so its column in the table.
-    pub(super) position: usize,
+    /// Names it among all rails of this process's life.
+    pub(super) number: u64,
+    /// Which of the client's rails it is, 0 or 1.
+    pub(super) slot: usize,
+    ends: RailEnds,
+    table: Option<Arc<CheckedTable>>,
     spec: RailSpec,
     device: Arc<Device>,
     queue: Arc<CompletionQueue>,
@@ -49,6 +63,7 @@ pub(super) struct Rail {
     region: Option<(ArenaId, Arc<MemoryRegion>)>,
     /// Since when, and why, it takes no more.
     ending: Option<(Instant, String)>,
+    rate: Rate,
 }
 
 struct Lane {
@@ -96,7 +111,12 @@ impl PreparedRail {
     }
 
     /// Connects them to the peer's.
-    pub(super) fn connect(self, position: usize, up: &BringUp) -> Result<Rail, VerbsError> {
+    pub(super) fn connect(
+        self,
+        (number, slot): (u64, usize),
+        pair: &RailPair,
+        up: &BringUp,
+    ) -> Result<Rail, VerbsError> {
         let Self { spec, device, queue, prepared } = self;
         let mut lanes = Vec::with_capacity(prepared.len());
         for ((pair, psn), remote) in prepared.into_iter().zip(&up.remote) {
@@ -106,8 +126,23 @@ impl PreparedRail {
             lanes.push(Lane { pair, picked, batch, progress: Instant::now() });
         }
         let completions = Completions::with_room(LOOK_COMPLETIONS);
-        let (region, ending) = (None, None);
-        Ok(Rail { position, spec, device, queue, completions, lanes, region, ending })
+        let (region, ending, table) = (None, None, None);
+        let rate = Rate::new(spec.bits_per_s);
+        let ends = RailEnds { local: spec.identity(), peer: pair.offered.identity() };
+        Ok(Rail {
+            number,
+            slot,
+            ends,
+            table,
+            spec,
+            device,
+            queue,
+            completions,
+            lanes,
+            region,
+            ending,
+            rate,
+        })
     }
 }
 
@@ -115,6 +150,29 @@ impl Rail {
     /// For logs and errors.
     pub(super) fn name(&self) -> String {
         format!("{} port {} gid {}", self.spec.device, self.spec.port, self.spec.gid_index)
+    }
+
+    /// What its two ends are called.
+    pub(super) fn ends(&self) -> RailEnds {
+        self.ends
+    }
+
+    /// Uses `table` from now on.
+    pub(super) fn use_table(&mut self, table: Arc<CheckedTable>) {
+        self.table = Some(table);
+    }
+
+    /// Where the peer has an expert's record, if it has it in memory.
+    pub(super) fn place(&self, layer_index: usize, expert: u32) -> Option<Place> {
+        // The only rail of its connection, and so the table's only column.
+        self.table.as_ref()?.place(layer_index, expert, 0)
+    }
+
+    /// Seconds until `bytes` that are posted now would have come.
+    pub(super) fn ready_in(&self, bytes: usize) -> f64 {
+        let picked = self.lanes.iter().flat_map(|lane| &lane.picked);
+        let picked: usize = picked.map(|(part, _)| part.range().len()).sum();
+        self.rate.seconds_for((picked + bytes) as u64)
     }
 
     pub(super) fn device(&self) -> &Arc<Device> {
@@ -165,9 +223,9 @@ impl Rail {
     }
 
     fn ring_lane(&mut self, index: usize, back: &mut Vec<Part>) -> Result<usize, String> {
-        let Self { lanes, region, device, .. } = self;
+        let Self { lanes, region, device, rate, .. } = self;
         let Lane { pair, picked, batch, progress } = &mut lanes[index];
-        let (mut unreported, mut refused) = (0, None);
+        let (mut unreported, mut refused, now) = (0, None, Instant::now());
         let last = picked.len() - 1;
         for (at, (part, remote)) in picked.drain(..).enumerate() {
             let id = part.arena_id();
@@ -179,12 +237,16 @@ impl Rail {
                 back.push(part);
                 continue;
             };
-            unreported += part.range().len();
+            let bytes = part.range().len();
+            unreported += bytes;
             let reports = at == last || unreported >= SIGNAL_BYTES;
             let signal = if reports { Signal::Yes } else { Signal::No };
             unreported = if reports { 0 } else { unreported };
             match Post::read(part, region, remote, signal) {
-                Ok(post) => batch.push(post),
+                Ok(post) => {
+                    rate.posted(bytes as u64, now);
+                    batch.push(post);
+                }
                 Err(error) => {
                     refused = Some(error.reason.to_string());
                     back.push(error.carried);
@@ -192,7 +254,7 @@ impl Rail {
             }
         }
         if pair.in_flight() == 0 {
-            *progress = Instant::now();
+            *progress = now;
         }
         let posted = pair.post(batch);
         // All of them fit, for `best_lane` has counted; what is left was refused.
@@ -223,7 +285,9 @@ impl Rail {
                 continue;
             };
             lane.progress = now;
+            let rate = &mut self.rate;
             let settled = lane.pair.settle(&completion, |part, result| {
+                rate.came(part.range().len() as u64, now, result.is_ok());
                 if let Err(error) = result {
                     why.get_or_insert_with(|| error.to_string());
                 }
@@ -243,6 +307,35 @@ impl Rail {
     pub(super) fn is_stalled(&self, deadline: Duration) -> bool {
         let late = |lane: &Lane| lane.pair.in_flight() > 0 && lane.progress.elapsed() >= deadline;
         self.ending.is_none() && self.lanes.iter().any(late)
+    }
+
+    /// Reads a part of a record to see that bytes come, within `bound`. For a rail that nobody uses
+    /// yet.
+    pub(super) fn try_out(
+        &mut self,
+        part: Part,
+        remote: Remote,
+        bound: Duration,
+    ) -> Result<(), String> {
+        let until = Instant::now() + bound;
+        self.pick(0, part, remote);
+        let mut back = Vec::new();
+        self.ring(&mut back);
+        let mut came = None;
+        while came.is_none() && self.ending.is_none() {
+            if Instant::now() >= until {
+                let ms = bound.as_millis();
+                return Err(format!("a READ to try it brought nothing within {ms} ms"));
+            }
+            if !self.look(|_, result| came = Some(result)) {
+                std::thread::sleep(TRY_NAP);
+            }
+        }
+        match (came, self.ending()) {
+            (Some(Ok(())), _) => Ok(()),
+            (Some(Err(error)), _) => Err(format!("a READ to try it failed: {error}")),
+            (None, why) => Err(why.unwrap_or("it ended").to_owned()),
+        }
     }
 
     /// Takes no more, and puts its queue pairs in error, so that all that flies comes back.

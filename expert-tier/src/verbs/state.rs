@@ -1,15 +1,18 @@
 //! What the desk's lock guards: calls, rails, and how parts go from the one to the other.
+//!
+//! Each part goes to the rail on which it would come soonest, given what is in flight there and how
+//! fast that rail has been. So the parts of a large record are striped over all rails in proportion
+//! to their speed, and a small record, which is one part, goes whole to the better one.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::time::Instant;
 
 use gpu_sys::verbs::{Remote, WorkError, WorkStatus};
-use railset::table::CheckedTable;
 
 use super::VerbsOptions;
 use super::call::{Call, Calls};
 use super::rail::Rail;
+use super::session::Session;
 use crate::arena::{LandedPart, Part};
 use crate::error::{Bound, FetchError};
 use crate::key::ExpertKey;
@@ -18,7 +21,10 @@ use crate::tier::{CompletionQueue, Ticket, TierKind};
 
 pub(super) struct State {
     pub(super) rails: Vec<Rail>,
-    pub(super) table: Option<Arc<CheckedTable>>,
+    /// How many rails there should be.
+    pub(super) rails_wanted: usize,
+    /// Control connections of new rails, on their way to the keeper.
+    pub(super) sessions: Vec<Session>,
     calls: Calls,
     /// Calls with parts to post, oldest first.
     line: VecDeque<u32>,
@@ -44,7 +50,8 @@ impl State {
     pub(super) fn new() -> Self {
         Self {
             rails: Vec::new(),
-            table: None,
+            rails_wanted: 1,
+            sessions: Vec::new(),
             calls: Calls::default(),
             line: VecDeque::new(),
             back: Vec::new(),
@@ -136,18 +143,20 @@ impl State {
 
     /// Puts the next part of call `id` in line on the queue pair with the most room.
     fn pick(&mut self, id: u32, options: &VerbsOptions) -> Picked {
-        let Self { rails, table, calls, .. } = self;
+        let Self { rails, calls, .. } = self;
         let Some(call) = calls.find(id).filter(|call| call.has_parts()) else {
             return Picked::Nothing;
         };
-        let rooms = rails.iter().enumerate().filter_map(|(index, rail)| {
-            let (room, lane) = rail.best_lane()?;
-            Some((room, index, lane))
-        });
-        let best = rooms.max_by_key(|&(room, index, _)| (room, usize::MAX - index));
-        let (Some(table), Some((_, rail, lane))) = (table, best) else { return Picked::NoRoom };
-        let rail = &mut rails[rail];
-        let place = table.place(call.layer_index, call.identity.key.expert, rail.position);
+        let bytes = call.next_part_bytes();
+        let soonest =
+            rails.iter().enumerate().filter(|(_, rail)| rail.ending().is_none()).min_by(
+                |(_, one), (_, other)| one.ready_in(bytes).total_cmp(&other.ready_in(bytes)),
+            );
+        // Where the soonest has no room, another would be later still.
+        let Some((index, rail)) = soonest else { return Picked::NoRoom };
+        let Some((_, lane)) = rail.best_lane() else { return Picked::NoRoom };
+        let rail = &mut rails[index];
+        let place = rail.place(call.layer_index, call.identity.key.expert);
         let Some(place) = place else {
             let (key, peer) = (call.key(), options.peer.clone());
             call.failed = Some(FetchError::NotResident { key, peer });
@@ -175,6 +184,7 @@ impl State {
         let mut found = false;
         let mut back = std::mem::take(&mut self.back);
         let Self { rails, calls, .. } = self;
+        let only_rail = rails.len() == 1;
         for rail in rails.iter_mut() {
             let name = |error: &WorkError| format!("a READ failed: {error}");
             found |= rail.look(|part, result| {
@@ -185,7 +195,10 @@ impl State {
                     }
                     Ok(()) | Err(WorkError { status: WorkStatus::Flushed, .. }) => back.push(part),
                     Err(error) => {
-                        if let Some(call) = call {
+                        // A rail that breaks costs no fetch: its parts fly on another.
+                        if let Some(call) = call
+                            && (only_rail || !error.is_transient())
+                        {
                             blame(call, name(&error), options);
                         }
                         back.push(part);

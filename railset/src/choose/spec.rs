@@ -60,7 +60,7 @@ impl fmt::Display for RailSpec {
 }
 
 /// What tells one rail from another.
-#[derive(Clone, Copy, Debug)]
+#[derive(PartialEq, Eq, Clone, Copy, Debug)]
 pub struct RailIdentity {
     /// The device's number; 0 is no number.
     pub node_guid: u64,

@@ -4,20 +4,49 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use super::{BringUp, HandshakeError, decoded, made};
-use crate::choose::RailSpec;
+use crate::choose::{RailIdentity, RailSpec};
 use crate::facts::{DeviceFacts, Gid};
+use crate::message::OfferedRail;
 use crate::message::{
     Connect, ConnectRail, Connected, ConnectedRail, Kind, MAX_QPS_PER_RAIL, Offer, QueuePairEnd,
     Request, TableAck,
 };
-use crate::pairing::{OneRail, Pairing, RailPair, RailWishes, pair};
+use crate::pairing::{DualRail, OneRail, PairError, Pairing, RailPair, RailWishes, pair};
 use crate::table::{CheckedTable, LayerShape, Table};
+
+/// Which of its rails a client wants to carry over one connection.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub enum Carry {
+    /// All of them.
+    #[default]
+    All,
+    /// The first of them, chosen so that there can be a second where one is wanted.
+    First,
+    /// One that is none of those that are up already.
+    Beside {
+        /// Which of the client's rails it is to be, 0 or 1: whose wish holds.
+        slot: usize,
+        /// Those that are up.
+        up: Vec<RailEnds>,
+    },
+}
+
+/// A rail, as both of its ends name it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct RailEnds {
+    /// The client's end.
+    pub local: RailIdentity,
+    /// The peer's end.
+    pub peer: RailIdentity,
+}
 
 /// What a client wants.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct ClientSettings {
     /// Which rails.
     pub wishes: RailWishes,
+    /// Which of them this connection carries.
+    pub carry: Carry,
     /// Queue pairs on each rail, 1 to [`MAX_QPS_PER_RAIL`]; fewer where the peer allows fewer. One
     /// queue pair has at most its READ depth outstanding, often 16, so a fast rail needs two.
     pub queue_pairs: u8,
@@ -27,8 +56,57 @@ pub struct ClientSettings {
 
 impl Default for ClientSettings {
     fn default() -> Self {
-        Self { wishes: RailWishes::default(), queue_pairs: 2, depth: u8::MAX }
+        let (wishes, carry) = (RailWishes::default(), Carry::All);
+        Self { wishes, carry, queue_pairs: 2, depth: u8::MAX }
     }
+}
+
+impl ClientSettings {
+    /// The rails that this connection carries, and why there is no second one.
+    fn pairing(
+        &self,
+        offered: &[OfferedRail],
+        devices: &[DeviceFacts],
+        sources: &[Option<IpAddr>],
+    ) -> Result<Pairing, PairError> {
+        match &self.carry {
+            Carry::All => pair(offered, devices, sources, &self.wishes),
+            Carry::First => {
+                let mut pairing = pair(offered, devices, sources, &self.wishes)?;
+                pairing.pairs.truncate(1);
+                Ok(pairing)
+            }
+            Carry::Beside { slot, up } => {
+                let is_free = |rail: &OfferedRail| {
+                    up.iter().all(|taken| !taken.peer.is_same(&rail.identity()))
+                };
+                let left = offered.iter().zip(sources).filter(|(rail, _)| is_free(rail));
+                let (offered, sources): (Vec<_>, Vec<_>) =
+                    left.map(|(rail, source)| (rail.clone(), *source)).unzip();
+                if offered.is_empty() {
+                    return Err(PairError::TwoWanted(OneRail::PeerOffersOne));
+                }
+                let devices: Vec<_> = devices.iter().map(|device| without(device, up)).collect();
+                let wish = self.wishes.rails.get(*slot).cloned().unwrap_or_default();
+                let rails = [wish, crate::choose::Wish::default()];
+                pair(&offered, &devices, &sources, &RailWishes { dual: DualRail::One, rails })
+            }
+        }
+    }
+}
+
+/// The device without the ports that rails in use leave from.
+fn without(device: &DeviceFacts, up: &[RailEnds]) -> DeviceFacts {
+    let mut left = device.clone();
+    left.ports.retain(|port| {
+        let is_used = |rail: &RailEnds| {
+            let RailIdentity { node_guid, port: number, gid } = rail.local;
+            (node_guid, number) == (device.node_guid, port.number)
+                || port.gids.iter().any(|there| there.gid == gid)
+        };
+        !up.iter().any(is_used)
+    });
+    left
 }
 
 /// Queue pairs to create on a rail, in INIT.
@@ -238,8 +316,7 @@ impl ClientRails {
         let State::Routes(offer) = std::mem::replace(&mut self.state, State::Failed) else {
             return Err(HandshakeError::Driver { called: "on_routes", expected });
         };
-        let wishes = &self.settings.wishes;
-        let Pairing { pairs, one_rail } = pair(&offer.rails, devices, sources, wishes)?;
+        let Pairing { pairs, one_rail } = self.settings.pairing(&offer.rails, devices, sources)?;
         self.one_rail = one_rail;
         let wanted = self.settings.queue_pairs.clamp(1, MAX_QPS_PER_RAIL as u8);
         let rail = |pair: RailPair| {
