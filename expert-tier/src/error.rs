@@ -186,15 +186,17 @@ fn one_line(tried: &[TriedWay]) -> String {
 }
 
 impl FetchError {
-    /// Where several ways were tried, the error of the first of them; else this one.
-    #[must_use]
-    pub fn of_first_way(&self) -> &Self {
-        let Self::Ways { tried, .. } = self else { return self };
-        let failed = tried.iter().find_map(|way| match &way.end {
+    /// Where several ways were tried, the error of each; else this one.
+    pub fn of_each_way(&self) -> impl Iterator<Item = &Self> {
+        let (tried, alone) = match self {
+            Self::Ways { tried, .. } => (tried.as_slice(), None),
+            alone => (&[][..], Some(alone)),
+        };
+        let failed = tried.iter().filter_map(|way| match &way.end {
             WayEnd::Failed(error) => Some(&**error),
             WayEnd::PassedBy(_) => None,
         });
-        failed.unwrap_or(self)
+        alone.into_iter().chain(failed)
     }
 
     /// Whether the same request may succeed later without anybody changing anything.

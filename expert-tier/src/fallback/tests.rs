@@ -100,7 +100,8 @@ fn the_last_error_names_every_way_tried() {
     for part in ["a fault asked for", "checksum", "METRALE_EXPERT_DEADLINE_MS"] {
         assert!(said.contains(part), "{said}");
     }
-    assert!(matches!(failure.error.of_first_way(), FetchError::Unreachable { .. }));
+    let names: Vec<_> = failure.error.of_each_way().map(FetchError::name).collect();
+    assert_eq!(names, ["unreachable", "mismatch", "deadline"]);
     assert!(failure.error.is_transient());
     assert!(failure.slot.is_some());
 }
@@ -177,7 +178,7 @@ fn traffic_returns_when_the_way_works_again() {
 }
 
 #[test]
-fn one_request_at_a_time_tries_a_way_that_is_down() {
+fn one_request_of_a_batch_tries_a_way_that_is_down() {
     let it = Ways::new(2, eager());
     it.ways[0].fail_all(Some(Fault::Unreachable));
     for _ in 0..3 {
@@ -185,18 +186,69 @@ fn one_request_at_a_time_tries_a_way_that_is_down() {
     }
     let queue = CompletionQueue::new();
     let slot = || it.arena.acquire(1, BOUND).expect("a free slot");
-    let mut batch: Vec<_> =
-        (0..8).map(|e| FetchRequest::new(ExpertKey::new(1, e), slot())).collect();
-    std::thread::sleep(Duration::from_millis(5)); // The back-off's bound, and more.
-    it.tier.submit(&mut batch, &queue);
-    assert!(batch.is_empty());
-    for _ in 0..8 {
-        let completion = it.tier.poll(&queue, BOUND).expect("a completion");
-        let fetched = completion.outcome.unwrap_or_else(|failure| panic!("{failure}"));
-        assert!(fetched.residency.payload() == it.store.payload(completion.key));
+    let start = Instant::now();
+    let before = it.ways[0].submitted();
+    while it.ways[0].submitted() == before {
+        let keys = (0..8).map(|expert| ExpertKey::new(1, expert));
+        let mut batch: Vec<_> = keys.map(|key| FetchRequest::new(key, slot())).collect();
+        it.tier.submit(&mut batch, &queue);
+        assert!(batch.is_empty());
+        for _ in 0..8 {
+            let completion = it.tier.poll(&queue, BOUND).expect("a completion");
+            let fetched = completion.outcome.unwrap_or_else(|failure| panic!("{failure}"));
+            assert!(fetched.residency.payload() == it.store.payload(completion.key));
+        }
+        assert!(it.tier.poll(&queue, Duration::ZERO).is_none());
+        assert!(start.elapsed() < BOUND, "the first way is not tried again");
     }
-    assert!(it.tier.poll(&queue, Duration::ZERO).is_none());
-    assert_eq!(it.submitted(), [4, 3 + 8]);
+    assert_eq!(it.ways[0].submitted(), before + 1);
+}
+
+/// A way after one failure, which is enough, and tickets for more requests.
+fn down_way(wait_ms: u32) -> (Way, Vec<Ticket>, FetchError, Instant) {
+    let backoff = BackoffSettings { first_ms: wait_ms, most_ms: wait_ms };
+    let options = FallbackOptions { backoff, streak: 1, ..FallbackOptions::default() };
+    let way = Way::new(TierKind::Rdma, DEADLINES, DEADLINES, &options);
+    let arena = small_arena(4);
+    let ticket = |_| FetchRequest::new(KEY, arena.try_acquire(1).expect("a slot")).ticket();
+    let tickets: Vec<_> = (0..4).map(ticket).collect();
+    let (peer, reason) = ("there".to_owned(), "gone".to_owned());
+    let error = FetchError::Unreachable { key: KEY, peer, reason, attempts: 1 };
+    assert!(!way.is_down());
+    assert!(way.failed(tickets[0], &error), "the first is to be logged");
+    assert!(way.is_down());
+    (way, tickets, error, Instant::now())
+}
+
+#[test]
+fn while_one_request_tries_a_way_no_other_does() {
+    let (way, tickets, error, now) = down_way(1);
+    let later = now + Duration::from_secs(60);
+    assert!(way.may_try(tickets[1], true, later));
+    assert!(!way.may_try(tickets[2], true, later));
+    assert!(!way.failed(tickets[3], &error), "one that was there before");
+    assert!(!way.may_try(tickets[2], true, later));
+    way.failed(tickets[1], &error);
+    assert!(way.may_try(tickets[2], true, later));
+    // It says nothing of the way, so another may try.
+    way.failed(tickets[2], &FetchError::Cancelled { key: KEY });
+    assert!(way.is_down());
+    assert!(way.may_try(tickets[3], true, later));
+    way.worked();
+    assert!(!way.is_down());
+}
+
+#[test]
+fn a_way_is_tried_again_later_where_it_says_that_it_does_not_work() {
+    let (way, tickets, error, now) = down_way(10_000);
+    let at = |ms| now + Duration::from_millis(ms);
+    assert!(!way.may_try(tickets[1], true, at(4_000)), "half of the back-off is the least");
+    assert!(!way.may_try(tickets[1], false, at(9_000)));
+    assert!(way.may_try(tickets[1], false, at(10_100)));
+    way.failed(tickets[1], &error);
+    assert!(!way.may_try(tickets[2], false, at(9_000)));
+    // What it showed was known, and puts off nothing.
+    assert!(way.may_try(tickets[2], true, at(10_100)));
 }
 
 #[test]
