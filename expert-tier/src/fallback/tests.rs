@@ -97,7 +97,7 @@ fn the_last_error_names_every_way_tried() {
     let FetchError::Ways { key, tried } = &*failure.error else { panic!("{failure}") };
     assert_eq!((*key, tried.len()), (KEY, 3));
     let said = failure.to_string();
-    for part in ["a fault asked for", "checksum", "METRALE_EXPERT_DEADLINE_MS"] {
+    for part in ["a fault asked for", "CRC-32", "METRALE_EXPERT_DEADLINE_MS"] {
         assert!(said.contains(part), "{said}");
     }
     let names: Vec<_> = failure.error.of_each_way().map(FetchError::name).collect();
