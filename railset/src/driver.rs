@@ -14,6 +14,12 @@ use crate::facts::{DeviceFacts, Gid, GidFacts, GidKind, LinkLayer, Mtu, PortFact
 use crate::handshake::BringUp;
 use crate::message::{Psn, QueuePairEnd};
 
+/// What [`AckTimeout`] a rail's queue pairs have: 2^17 times 4.096 us, 0.54 s. It must be longer than
+/// a queue pair may wait while the rail carries what others asked for, or the device asks again for
+/// what is on its way and makes the wait longer still: on a rail of 50 Mbit/s two queue pairs were
+/// seen to wait 0.25 s for each other, and with the usual 67 ms to carry a third of what they could.
+/// A lost answer costs this once; a rail that is gone is noticed by our own deadline, not by this.
+const ACK_TIMEOUT: u8 = 17;
 /// Any port would do: nothing is sent there.
 const DISCARD_PORT: u16 = 9;
 
@@ -134,7 +140,7 @@ pub fn ends(
         psn: verbs::Psn::new(psn.value()),
         max_rd_atomic: up.depth,
         max_dest_rd_atomic: up.depth,
-        ack_timeout: AckTimeout::default(),
+        ack_timeout: AckTimeout::new(ACK_TIMEOUT).unwrap_or_default(),
         retries: Retries::default(),
         rnr_retries: Retries::default(),
         min_rnr_timer: MinRnrTimer::default(),

@@ -46,6 +46,9 @@ struct Sums {
     pieces: Vec<u32>,
     /// Bytes of the record, header included, that have landed and been looked at.
     checked: usize,
+    /// Threads that wait for a part to be gone. Where there is none nobody need be woken, which
+    /// would be a system call for every part.
+    waiting: usize,
 }
 
 /// A record is arriving in parts.
@@ -133,10 +136,12 @@ impl Slot<Parted> {
                 continue;
             }
             let parts = self.hold.parts();
-            let sums = sync::lock(&parts.sums);
+            let mut sums = sync::lock(&parts.sums);
             // Parts go under the lock, so none can go between the look and the wait.
             if !self.hold.is_alone() {
-                drop(sync::wait(&parts.gone, sums, LOOK));
+                sums.waiting += 1;
+                sums = sync::wait(&parts.gone, sums, LOOK);
+                sums.waiting -= 1;
             }
         }
     }
@@ -195,8 +200,11 @@ impl Drop for Share {
         let parts = &arena.parts[self.hold.slot as usize];
         let sums = sync::lock(&parts.sums);
         self.hold.leave();
+        let wake = sums.waiting > 0;
         drop(sums);
-        parts.gone.notify_all();
+        if wake {
+            parts.gone.notify_all();
+        }
     }
 }
 

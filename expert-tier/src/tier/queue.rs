@@ -74,8 +74,15 @@ impl fmt::Debug for CompletionQueue {
 
 #[derive(Default, Debug)]
 struct QueueInner {
-    arrived: Mutex<VecDeque<Arrival>>,
+    inbox: Mutex<Inbox>,
     bell: Condvar,
+}
+
+#[derive(Default, Debug)]
+struct Inbox {
+    arrived: VecDeque<Arrival>,
+    /// Threads that wait. Where there is none nobody need be woken, which would be a system call.
+    waiting: usize,
 }
 
 impl CompletionQueue {
@@ -106,8 +113,13 @@ impl CompletionQueue {
             let home = Self { inner: Arc::clone(&self.inner), relay: None };
             return relay.relay(ticket, key, outcome, &home);
         }
-        self.lock().push_back(Arrival { ticket, key, outcome });
-        self.inner.bell.notify_one();
+        let mut inbox = self.lock();
+        inbox.arrived.push_back(Arrival { ticket, key, outcome });
+        let wake = inbox.waiting > 0;
+        drop(inbox);
+        if wake {
+            self.inner.bell.notify_one();
+        }
     }
 
     /// Takes the oldest completion, waiting for one at most `wait`.
@@ -124,23 +136,32 @@ impl CompletionQueue {
     }
 
     fn next(&self, wait: Duration) -> Option<Arrival> {
+        let mut inbox = self.lock();
+        // What is there costs no look at the clock.
+        if let Some(arrival) = inbox.arrived.pop_front() {
+            return Some(arrival);
+        }
+        if wait.is_zero() {
+            return None;
+        }
         let until = after(wait);
-        let mut arrived = self.lock();
         loop {
-            if let Some(arrival) = arrived.pop_front() {
-                return Some(arrival);
-            }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return None;
             }
-            let woken = self.inner.bell.wait_timeout(arrived, left);
-            arrived = woken.unwrap_or_else(PoisonError::into_inner).0;
+            inbox.waiting += 1;
+            let woken = self.inner.bell.wait_timeout(inbox, left);
+            inbox = woken.unwrap_or_else(PoisonError::into_inner).0;
+            inbox.waiting -= 1;
+            if let Some(arrival) = inbox.arrived.pop_front() {
+                return Some(arrival);
+            }
         }
     }
 
     /// A push or pop cannot leave the deque half-changed, so a poisoned lock is sound to take.
-    fn lock(&self) -> MutexGuard<'_, VecDeque<Arrival>> {
-        self.inner.arrived.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Inbox> {
+        self.inner.inbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

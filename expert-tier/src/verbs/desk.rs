@@ -43,7 +43,7 @@ pub(super) struct Desk {
     pub(super) probe: ExpertArena,
     next_rail: AtomicU64,
     state: Mutex<State>,
-    /// Rung when the backend closes, and when the first request after a lull comes.
+    /// Rung when the backend closes.
     bell: Condvar,
     /// READs in flight now, and most at once so far.
     in_flight: AtomicUsize,
@@ -330,14 +330,10 @@ impl Desk {
     }
 
     fn ring_locked(&self, state: &mut State, over: &mut Vec<Call>) {
-        let was_idle = self.is_idle();
         state.ring(&self.options, over);
         let flying = state.in_flight();
         self.in_flight.store(flying, Ordering::Relaxed);
         self.most_in_flight.fetch_max(flying, Ordering::Relaxed);
-        if was_idle && flying > 0 {
-            self.bell.notify_all();
-        }
     }
 
     /// Takes what has landed, if nobody else does at the moment, and has it checked; says whether
