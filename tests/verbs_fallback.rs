@@ -34,8 +34,8 @@ struct Cut;
 
 impl Cut {
     fn both_rails() -> Self {
-        let rules = "table ip cut { chain c { type filter hook input priority 0 ; \
-                     udp dport 4791 drop ; } }";
+        let rules = "table ip cut {\nchain c {\ntype filter hook input priority 0;\n\
+                     udp dport 4791 drop\n}\n}\n";
         nft(rules);
         Self
     }

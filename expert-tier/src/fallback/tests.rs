@@ -317,6 +317,62 @@ fn late(store: &TestStore, from: u64, not_yet: fn() -> NotOpened) -> (WayPlan, A
     (WayPlan { kind: TierKind::Rdma, deadline: DEADLINES, bound: DEADLINES, open }, attempts)
 }
 
+/// Does nothing but while it is polled, as a backend whose callers drive it.
+struct Lazy {
+    inner: PosixTier,
+    stalled: Mutex<Vec<(FetchRequest, CompletionQueue)>>,
+}
+
+impl ExpertTier for Lazy {
+    fn kind(&self) -> TierKind {
+        TierKind::Uma
+    }
+
+    fn manifest(&self) -> &Arc<Manifest> {
+        self.inner.manifest()
+    }
+
+    fn healthy(&self) -> bool {
+        true
+    }
+
+    fn deadline(&self) -> Duration {
+        DEADLINES
+    }
+
+    fn submit(&self, batch: &mut Vec<FetchRequest>, queue: &CompletionQueue) {
+        let stalled = batch.drain(..).map(|request| (request, queue.clone()));
+        self.stalled.lock().unwrap().extend(stalled);
+    }
+
+    fn cancel(&self, _: Ticket) {}
+
+    fn poll(&self, queue: &CompletionQueue, wait: Duration) -> Option<Completion> {
+        for (request, queue) in self.stalled.lock().unwrap().drain(..) {
+            self.inner.submit(&mut vec![request], &queue);
+        }
+        queue.pop(wait)
+    }
+}
+
+#[test]
+fn a_way_that_works_only_while_it_is_polled_is_polled() {
+    let store = TestStore::new(2, 8, &[5_000, 300_001], 7);
+    let first = faulty(&store);
+    first.fail_all(Some(Fault::Unreachable));
+    let inner = PosixTier::open(&store.path(), PosixOptions::default()).expect("a sound store");
+    let second = WayPlan::opened(Arc::new(Lazy { inner, stalled: Mutex::default() }));
+    let tier = FallbackTier::open(vec![plan(&first), second], patient()).expect("two open ways");
+    let arena = small_arena(1);
+    // Handed on, and then placed there.
+    for _ in 0..5 {
+        let slot = arena.acquire(1, BOUND).expect("a free slot");
+        let fetched = tier.fetch(KEY, slot).unwrap_or_else(|failure| panic!("{failure}"));
+        assert!(fetched.residency.payload() == store.payload(KEY));
+    }
+    assert_eq!(first.submitted(), 3);
+}
+
 #[test]
 fn a_way_that_comes_later_is_opened_then_and_used() {
     let store = TestStore::new(2, 8, &[5_000, 300_001], 7);

@@ -165,3 +165,58 @@ impl CompletionQueue {
         self.inner.inbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::{FetchError, FetchFailure};
+
+    const KEY: ExpertKey = ExpertKey { layer: 1, expert: 2 };
+
+    fn cancelled() -> Outcome {
+        let error = Box::new(FetchError::Cancelled { key: KEY });
+        Outcome::Failed(FetchFailure { error, slot: None })
+    }
+
+    #[test]
+    fn who_waits_on_a_queue_is_woken_by_what_arrives() {
+        const LONG: Duration = Duration::from_secs(60);
+        let queue = CompletionQueue::new();
+        let started = Instant::now();
+        let waiter = std::thread::spawn({
+            let queue = queue.clone();
+            move || queue.pop(LONG)
+        });
+        while queue.lock().waiting == 0 {
+            assert!(started.elapsed() < LONG, "nobody waits");
+            std::thread::yield_now();
+        }
+        queue.push_outcome(Ticket(7), KEY, cancelled());
+        let popped = waiter.join().expect("it waits and returns");
+        assert_eq!(popped.map(|completion| completion.key), Some(KEY));
+        assert!(started.elapsed() < LONG / 2, "woken by its own time alone");
+        assert_eq!(queue.lock().waiting, 0);
+    }
+
+    /// Lets pass what it sees, and says that it has.
+    struct Seen(&'static str, Arc<Mutex<Vec<&'static str>>>);
+
+    impl Relay for Seen {
+        fn relay(&self, ticket: Ticket, key: ExpertKey, outcome: Outcome, home: &CompletionQueue) {
+            self.1.lock().unwrap().push(self.0);
+            home.push_outcome(ticket, key, outcome);
+        }
+    }
+
+    #[test]
+    fn a_relay_sees_what_is_pushed_before_the_one_that_was_there_does() {
+        let (queue, seen) = (CompletionQueue::new(), Arc::default());
+        let relay = |name| Arc::new(Seen(name, Arc::clone(&seen)));
+        let inner = queue.through(relay("outer")).through(relay("inner"));
+        inner.push_outcome(Ticket(7), KEY, cancelled());
+        assert_eq!(*seen.lock().unwrap(), ["inner", "outer"]);
+        assert_eq!(queue.pop(Duration::ZERO).map(|completion| completion.ticket), Some(Ticket(7)));
+        queue.push_outcome(Ticket(8), KEY, cancelled());
+        assert_eq!(seen.lock().unwrap().len(), 2, "of the queue itself nobody sees anything");
+    }
+}
