@@ -169,8 +169,11 @@ pub(crate) struct SecretArgs {
 
 impl SecretArgs {
     pub(crate) fn read(&self) -> anyhow::Result<Option<Secret>> {
-        let file = setting(self.secret_file.clone(), &env::EXPERT_SECRET_FILE)?;
-        Ok(file.as_deref().map(read_secret).transpose()?)
+        Ok(self.file()?.as_deref().map(read_secret).transpose()?)
+    }
+
+    fn file(&self) -> anyhow::Result<Option<PathBuf>> {
+        setting(self.secret_file.clone(), &env::EXPERT_SECRET_FILE)
     }
 }
 
@@ -223,8 +226,55 @@ impl BackendArgs {
         })
     }
 
+    /// The backend that is asked for, if one is.
+    ///
+    /// # Errors
+    /// Its name is none, or that of a backend which this build lacks ([`UnknownBackend::NoVerbs`]).
+    pub(crate) fn asked(&self) -> anyhow::Result<Option<TierKind>> {
+        let variable = &env::EXPERT_BACKEND;
+        let Some(name) = setting(self.backend.clone(), variable)? else { return Ok(None) };
+        name.parse().map(Some).map_err(|error| match error {
+            // A backend of this project that this build lacks is not a slip of the pen.
+            UnknownBackend::NoVerbs => error.into(),
+            UnknownBackend::Name(_) => {
+                let (flag, name) = (variable.flag(), variable.name);
+                UsageError(format!("--{flag} ({name}): {error}")).into()
+            }
+        })
+    }
+
+    /// The peer's address, if one is given.
+    pub(crate) fn peer(&self) -> anyhow::Result<Option<String>> {
+        Ok(setting(self.peer.clone(), &env::EXPERT_PEER)?.map(|HostPort(peer)| peer))
+    }
+
+    /// The local store's directory, if one is given.
+    pub(crate) fn store_dir(&self) -> anyhow::Result<Option<PathBuf>> {
+        setting(self.store.clone(), &env::EXPERT_STORE)
+    }
+
+    /// The secret's file, if one is given.
+    pub(crate) fn secret_file(&self) -> anyhow::Result<Option<PathBuf>> {
+        self.secret.file()
+    }
+
+    /// What is wished of rails.
+    pub(crate) fn wishes(&self) -> anyhow::Result<RailWishes> {
+        self.rails.wishes()
+    }
+
+    /// The arena's size, if it is given, and its pages.
+    pub(crate) fn arena_wish(&self) -> anyhow::Result<(Option<u64>, HugePages, NumaPlacement)> {
+        let bytes = setting(self.arena_bytes, &env::EXPERT_ARENA_BYTES)?;
+        let huge_pages = setting(self.huge_pages, &env::EXPERT_HUGE_PAGES)?;
+        let node = setting(self.numa_node, &env::EXPERT_NUMA_NODE)?;
+        let numa = node.map_or(NumaPlacement::Local, NumaPlacement::Node);
+        let huge_pages = huge_pages.map_or_else(HugePages::default, |PageWish(wish)| wish);
+        Ok((bytes.map(|ByteSize(bytes)| bytes), huge_pages, numa))
+    }
+
     fn store(&self, kind: TierKind) -> anyhow::Result<PathBuf> {
-        let store = setting(self.store.clone(), &env::EXPERT_STORE)?;
+        let store = self.store_dir()?;
         let mut missing = missing(kind.name(), "a store", &env::EXPERT_STORE);
         if self.peer.is_some() {
             missing.0.push_str("; for a peer, choose --expert-backend rdma");
@@ -242,18 +292,7 @@ impl BackendArgs {
     }
 
     fn kind(&self) -> anyhow::Result<TierKind> {
-        let variable = &env::EXPERT_BACKEND;
-        let Some(name) = setting(self.backend.clone(), variable)? else {
-            return Ok(TierKind::Uma);
-        };
-        name.parse().map_err(|error| match error {
-            // A backend of this project that this build lacks is not a slip of the pen.
-            UnknownBackend::NoVerbs => error.into(),
-            UnknownBackend::Name(_) => {
-                let (flag, name) = (variable.flag(), variable.name);
-                UsageError(format!("--{flag} ({name}): {error}")).into()
-            }
-        })
+        Ok(self.asked()?.unwrap_or(TierKind::Uma))
     }
 
     fn deadline(&self) -> anyhow::Result<Duration> {
@@ -280,9 +319,8 @@ impl BackendArgs {
         })
     }
 
-    fn tcp(&self) -> anyhow::Result<TcpOptions> {
-        let peer = setting(self.peer.clone(), &env::EXPERT_PEER)?;
-        let HostPort(peer) = peer.ok_or_else(|| missing("rdma", "a peer", &env::EXPERT_PEER))?;
+    pub(crate) fn tcp(&self) -> anyhow::Result<TcpOptions> {
+        let peer = self.peer()?.ok_or_else(|| missing("rdma", "a peer", &env::EXPERT_PEER))?;
         let connect_ms = number(self.connect_ms, &env::EXPERT_CONNECT_MS, 1..=600_000, 1000)?;
         let total_ms = number(self.total_ms, &env::EXPERT_TOTAL_MS, 1..=3_600_000, 30_000)?;
         Ok(TcpOptions {
@@ -305,7 +343,7 @@ impl BackendArgs {
     }
 
     #[cfg(metrale_rdma_verbs)]
-    fn verbs(&self) -> anyhow::Result<VerbsOptions> {
+    pub(crate) fn verbs(&self) -> anyhow::Result<VerbsOptions> {
         let tcp = self.tcp()?;
         let rails = &self.rails;
         let drain_ms = number(rails.drain_ms, &env::EXPERT_DRAIN_MS, 1..=60_000, 1000)?;
@@ -331,16 +369,24 @@ impl BackendArgs {
     }
 
     fn arena(&self, layout: &ExpertLayout, most_records: u64) -> anyhow::Result<ExpertArena> {
-        let given = setting(self.arena_bytes, &env::EXPERT_ARENA_BYTES)?;
-        let bytes = given
-            .map_or_else(|| default_arena_bytes(layout, most_records), |ByteSize(bytes)| bytes);
+        let (given, ..) = self.arena_wish()?;
+        self.arena_of(layout, given.unwrap_or_else(|| default_arena_bytes(layout, most_records)))
+    }
+
+    /// A small arena, whatever size is set: for `bytes` of records, 4 at least, as far as the
+    /// locked-memory limit allows.
+    pub(crate) fn small_arena(
+        &self,
+        layout: &ExpertLayout,
+        bytes: u64,
+    ) -> anyhow::Result<ExpertArena> {
+        let records = (bytes / layout.max_stride().max(1)).max(4);
+        self.arena_of(layout, default_arena_bytes(layout, records))
+    }
+
+    fn arena_of(&self, layout: &ExpertLayout, bytes: u64) -> anyhow::Result<ExpertArena> {
         let mut options = ArenaOptions::for_layout(layout, bytes)?;
-        if let Some(huge_pages) = setting(self.huge_pages, &env::EXPERT_HUGE_PAGES)? {
-            options.huge_pages = huge_pages.0;
-        }
-        if let Some(node) = setting(self.numa_node, &env::EXPERT_NUMA_NODE)? {
-            options.numa = NumaPlacement::Node(node);
-        }
+        (_, options.huge_pages, options.numa) = self.arena_wish()?;
         ExpertArena::new(&options).map_err(|error| match error {
             // The library's advice to lower the arena would be no help here.
             ArenaError::Pin(PinError::LockLimit { limit, .. }) if bytes <= layout.max_stride() => {
@@ -377,13 +423,15 @@ impl FromStr for PageWish {
     }
 }
 
-/// 256 MiB, and less where `most_records` or the whole store need less, or where the locked-memory
+/// Most bytes of an arena that nobody has set.
+pub(crate) const DEFAULT_ARENA_BYTES: u64 = 256 << 20;
+
+/// [`DEFAULT_ARENA_BYTES`], and less where `most_records` or the whole store need less, or where the locked-memory
 /// limit leaves less, so that a first try works on a machine where nobody has raised it; but room
 /// for one record in any case.
 fn default_arena_bytes(layout: &ExpertLayout, most_records: u64) -> u64 {
-    const MOST: u64 = 256 << 20;
     let needed = layout.max_stride().saturating_mul(most_records.min(layout.records()));
-    let wanted = MOST.min(needed).max(layout.max_stride());
+    let wanted = DEFAULT_ARENA_BYTES.min(needed).max(layout.max_stride());
     let limit = LockLimit::current();
     let room = match (limit.capability, limit.soft_bytes) {
         (IpcLock::Absent, Some(soft)) => soft.saturating_sub(limit.locked_bytes),

@@ -16,7 +16,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use expert_peer::cli::{LOG_HELP, exit_code, one_line, start_logging};
 
-use crate::commands::{bench, extract, fetch, inspect, pack, peer, verify};
+use crate::commands::{bench, doctor, extract, fetch, inspect, pack, peer, verify};
 
 #[derive(Parser)]
 #[command(name = "metrale", version, about, max_term_width = 100, after_help = LOG_HELP)]
@@ -40,6 +40,9 @@ enum Command {
     Fetch(Box<fetch::Args>),
     /// Measure how fast experts come
     Bench(Box<bench::Args>),
+    /// Look for what keeps experts from coming, or from coming fast, and say what to do about it
+    #[command(after_help = LOG_HELP)]
+    Doctor(Box<doctor::Args>),
     /// Publish a store, or ask who does
     Peer(peer::Args),
 }
@@ -54,6 +57,7 @@ fn main() -> ExitCode {
         Command::Extract(args) => extract::run(&args),
         Command::Fetch(args) => fetch::run(&args),
         Command::Bench(args) => bench::run(&args),
+        Command::Doctor(args) => doctor::run(&args),
         Command::Peer(args) => peer::run(&args),
     };
     match outcome {

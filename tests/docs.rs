@@ -70,6 +70,39 @@ fn the_store_format_lists_the_bits_of_every_element_type() {
     assert_eq!(listed, 22);
 }
 
+/// The beginnings of the texts, up to what is filled in, that `warn!` and `error!` log in `source`.
+fn logged_texts(source: &str) -> Vec<String> {
+    let calls = source.split("tracing::warn!(").flat_map(|part| part.split("tracing::error!("));
+    // What is in front of the first call is none.
+    let mut texts = Vec::new();
+    for call in calls.skip(1).filter_map(|rest| rest.split_once(");")) {
+        // The text is the last literal; a wrapped one goes on behind the spaces of the next line.
+        let text = call.0.rsplit('"').nth(1).unwrap_or_default();
+        let lines = text.split("\\\n").map(str::trim_start);
+        let text: String = lines.collect();
+        let told = text.split(['{', '`']).next().unwrap_or_default();
+        texts.extend(Some(told.to_owned()).filter(|told| !told.is_empty()));
+    }
+    texts
+}
+
+#[test]
+fn the_guide_for_operators_has_every_warning_and_error_of_peers_and_remote_backends() {
+    let document = include_str!("../docs/operations.md");
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut texts = Vec::new();
+    for directory in ["expert-peer/src", "expert-tier/src/tcp", "expert-tier/src/verbs"] {
+        let mut sources = String::new();
+        read_sources(&root.join(directory), &mut sources);
+        texts.extend(logged_texts(&sources));
+    }
+    assert!(texts.len() >= 23, "{texts:?}");
+    for text in texts {
+        let row = format!("| `{}", text.trim_end_matches(' '));
+        assert!(document.contains(&row), "docs/operations.md lacks the log line {text:?}");
+    }
+}
+
 /// Every test, and every file, that the table of invariants cites.
 #[test]
 fn the_tests_that_the_architecture_cites_exist() {

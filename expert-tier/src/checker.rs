@@ -1,7 +1,7 @@
 //! Threads that check what has landed while more is on its way.
 //!
-//! A backend hands each [`Job`] over as its bytes arrive and goes on receiving. A thread of the
-//! backend's own that would wait for the last check does some itself ([`Checker::help`]), so
+//! A backend hands each `Job` over as its bytes arrive and goes on receiving. A thread of the
+//! backend's own that would wait for the last check does some itself (`Checker::help`), so
 //! nothing depends on a thread being scheduled, and a checker without threads works, too.
 
 use std::collections::VecDeque;

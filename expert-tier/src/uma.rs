@@ -21,9 +21,10 @@ use std::time::{Duration, Instant};
 
 use crate::account::{Accounts, count_fallback};
 use crate::arena::{ExpertArena, Filling, Slot};
+use crate::direct::DirectFiles;
+pub use crate::direct::NotDirect;
 pub use crate::direct::ring::ReadCounts;
-use crate::direct::ring::{Driver, Extent, Finished, Ring, RingOptions};
-use crate::direct::{DirectFiles, NotDirect};
+use crate::direct::ring::{self, Driver, Extent, Finished, Ring, RingOptions};
 use crate::error::{FetchError, FetchFailure};
 use crate::key::ExpertKey;
 use crate::layout::STRIDE_ALIGN;
@@ -164,6 +165,22 @@ impl UmaTier {
             Engine::Ring(tier) => tier.shared.ring.reads(),
             Engine::Threads(_) => ReadCounts::default(),
         }
+    }
+
+    /// Whether this process may use io_uring as the backend does.
+    ///
+    /// # Errors
+    /// The kernel is too old or refuses, as container runtimes and `kernel.io_uring_disabled` make it.
+    pub fn probe_io_uring() -> Result<(), NotDirect> {
+        ring::probe().map_err(NotDirect::Ring)
+    }
+
+    /// Whether every file of `store` can be read past the page cache; a page of each is read.
+    ///
+    /// # Errors
+    /// Which file cannot, and why.
+    pub fn probe_direct_reads(store: &ExpertStore) -> Result<(), NotDirect> {
+        DirectFiles::open(store).map(drop)
     }
 
     fn inner(&self) -> &dyn ExpertTier {

@@ -168,6 +168,25 @@ pub fn free_huge_pages(page_bytes: u64, node: Option<u32>) -> u64 {
     read(Path::new(&path)).and_then(|text| text.trim().parse().ok()).unwrap_or(0)
 }
 
+/// When the kernel makes huge pages of ordinary ones
+/// (`/sys/kernel/mm/transparent_hugepage/enabled`).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum TransparentHuge {
+    /// Wherever it can.
+    Always,
+    /// Where a program asks, as pinned memory does.
+    Asked,
+    /// Never: asking succeeds and changes nothing.
+    Never,
+}
+
+/// The kernel's setting of transparent huge pages; `None` where it has none.
+#[must_use]
+pub fn transparent_huge_pages() -> Option<TransparentHuge> {
+    let text = read(Path::new("/sys/kernel/mm/transparent_hugepage/enabled"))?;
+    parse_transparent_huge(&text)
+}
+
 /// What each cgroup from this process's up to the root leaves, where it has a limit.
 fn cgroup_memory() -> Vec<Available> {
     let Some(text) = read(Path::new("/proc/self/cgroup")) else { return Vec::new() };
@@ -277,6 +296,17 @@ fn parse_cgroup_limit(text: &str) -> Option<u64> {
     text.trim().parse().ok().filter(|limit| *limit < NO_LIMIT_ABOVE_BYTES)
 }
 
+/// The chosen one of `always [madvise] never`.
+fn parse_transparent_huge(text: &str) -> Option<TransparentHuge> {
+    let (_, rest) = text.split_once('[')?;
+    match rest.split_once(']')?.0 {
+        "always" => Some(TransparentHuge::Always),
+        "madvise" => Some(TransparentHuge::Asked),
+        "never" => Some(TransparentHuge::Never),
+        _ => None,
+    }
+}
+
 /// Numbers of a list such as `0-2,7`.
 fn parse_number_list(text: &str) -> Vec<u32> {
     let range = |part: &str| {
@@ -359,6 +389,17 @@ mod tests {
         assert!(left.bound_by.contains("memory.max"), "{}", left.bound_by);
         write("memory.max", "max\n");
         assert_eq!(cgroup_headroom(CgroupVersion::V2, directory.path()), None);
+    }
+
+    #[test]
+    fn the_setting_of_huge_pages_is_the_one_in_brackets() {
+        let parsed = parse_transparent_huge;
+        assert_eq!(parsed("[always] madvise never\n"), Some(TransparentHuge::Always));
+        assert_eq!(parsed("always [madvise] never\n"), Some(TransparentHuge::Asked));
+        assert_eq!(parsed("always madvise [never]\n"), Some(TransparentHuge::Never));
+        for text in ["", "[", "always madvise never", "[sometimes]"] {
+            assert_eq!(parsed(text), None, "{text}");
+        }
     }
 
     #[test]

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gpu_sys::cuda::{
-    CudaDevice, CudaError, Event, EventState, HostRegistration, Probe, Stream, Unavailable, probe,
+    CudaDevice, CudaError, Event, EventState, HostMemory, HostRegistration, Probe, Stream,
+    Unavailable, probe,
 };
 use gpu_sys::pinned::{HugePages, NumaPlacement, PinnedOptions, PinnedPages};
 use support::{Driver, is_mapped, with_driver};
@@ -26,6 +27,8 @@ fn a_registration_goes_before_its_memory_and_its_device() {
     with_driver(name, Driver::Whole, &[], |fake| {
         let (device, pages) = (CudaDevice::open(0).unwrap(), pages());
         assert_eq!(device.to_string(), "CUDA device 0 (Fake GPU)");
+        let all = HostMemory { registers: true, same_address: true, integrated: true };
+        assert_eq!(device.host_memory(), Ok(all));
         let at = address(&pages);
         let registration = HostRegistration::new(&device, &pages).unwrap();
         assert_eq!(registration.device_address(), at + 0x1000_0000_0000);

@@ -1,6 +1,7 @@
 //! One module per subcommand: its arguments, and `run`.
 
 pub(crate) mod bench;
+pub(crate) mod doctor;
 pub(crate) mod extract;
 pub(crate) mod fetch;
 pub(crate) mod inspect;

@@ -23,7 +23,7 @@ const STATX_DIOALIGN: StatxFlags = StatxFlags::from_bits_retain(0x2000);
 
 /// Why a store cannot be read past the page cache.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum NotDirect {
+pub enum NotDirect {
     /// The file system refuses `O_DIRECT`.
     #[error("{file} cannot be opened with O_DIRECT: {source}")]
     Open {

@@ -150,6 +150,20 @@ impl<M, U> Clone for Ring<M, U> {
     }
 }
 
+/// Whether the kernel gives this process a ring, without keeping it.
+pub(crate) fn probe() -> io::Result<()> {
+    set_up(1).map(drop)
+}
+
+fn set_up(entries: u32) -> io::Result<IoUring> {
+    let uring = IoUring::builder().dontfork().setup_clamp().build(entries)?;
+    if uring.params().is_feature_ext_arg() && uring.params().is_feature_nodrop() {
+        return Ok(uring);
+    }
+    let text = "this kernel's io_uring has no waits with a timeout (Linux 5.11 has)";
+    Err(io::Error::new(io::ErrorKind::Unsupported, text))
+}
+
 impl<M: Target, U> Ring<M, U> {
     /// Sets up a ring that reads `files`.
     ///
@@ -157,11 +171,7 @@ impl<M: Target, U> Ring<M, U> {
     /// The kernel has no io_uring, refuses it to this process, or lacks waits with a timeout.
     pub(crate) fn open(files: &[File], options: RingOptions) -> io::Result<(Self, Driver<M, U>)> {
         // One more entry for the poll on the bell.
-        let uring = IoUring::builder().dontfork().setup_clamp().build(options.depth + 1)?;
-        if !uring.params().is_feature_ext_arg() || !uring.params().is_feature_nodrop() {
-            let text = "this kernel's io_uring has no waits with a timeout (Linux 5.11 has)";
-            return Err(io::Error::new(io::ErrorKind::Unsupported, text));
-        }
+        let uring = set_up(options.depth + 1)?;
         let fds: Vec<_> = files.iter().map(AsRawFd::as_raw_fd).collect();
         uring.submitter().register_files(&fds)?;
         let depth = options.depth.min(uring.params().sq_entries() - 1);

@@ -37,7 +37,7 @@ use std::time::{Duration, Instant};
 
 use gpu_sys::verbs::VerbsError;
 use railset::BackoffSettings;
-use railset::choose::ChooseError;
+use railset::choose::{ChooseError, RailSpec};
 use railset::handshake::HandshakeError;
 use railset::handshake::client::Carry;
 use railset::pairing::{DualRail, RailWishes};
@@ -261,6 +261,14 @@ impl VerbsTier {
     #[must_use]
     pub fn most_reads_in_flight(&self) -> usize {
         self.desk.most_in_flight()
+    }
+
+    /// The local ends of the rails that are up, in the order that the handshake gave them.
+    #[must_use]
+    pub fn rails(&self) -> Vec<RailSpec> {
+        let mut specs = Vec::new();
+        self.desk.each_rail(|rail| specs.push(rail.spec().clone()));
+        specs
     }
 
     /// Waits for something on `queue`, looking after the rails meanwhile.

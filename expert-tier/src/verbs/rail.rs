@@ -152,6 +152,10 @@ impl Rail {
         format!("{} port {} gid {}", self.spec.device, self.spec.port, self.spec.gid_index)
     }
 
+    pub(super) fn spec(&self) -> &RailSpec {
+        &self.spec
+    }
+
     /// What its two ends are called.
     pub(super) fn ends(&self) -> RailEnds {
         self.ends

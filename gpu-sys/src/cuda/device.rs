@@ -17,6 +17,19 @@ pub struct CudaDevice {
     name: String,
 }
 
+/// What a device can do with memory of the host, as its attributes say
+/// (`CUdevice_attribute` in the CUDA driver API).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct HostMemory {
+    /// Pinned memory can be registered with it (`HOST_REGISTER_SUPPORTED`).
+    pub registers: bool,
+    /// It sees registered memory at the processor's addresses
+    /// (`CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM`).
+    pub same_address: bool,
+    /// It shares its memory with the processor (`INTEGRATED`).
+    pub integrated: bool,
+}
+
 // SAFETY: the driver's functions may be called from any thread, and a context handle is only a
 // name that is pushed onto the calling thread's own stack before use.
 unsafe impl Send for CudaDevice {}
@@ -63,6 +76,19 @@ impl CudaDevice {
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// What the device can do with memory of the host.
+    ///
+    /// # Errors
+    /// The driver does not answer.
+    pub fn host_memory(&self) -> Result<HostMemory, CudaError> {
+        let has = |what| Ok::<_, CudaError>(attribute(self.driver, self.device, what)? != 0);
+        Ok(HostMemory {
+            registers: has(ffi::HOST_REGISTER_SUPPORTED)?,
+            same_address: has(ffi::SAME_ADDRESS)?,
+            integrated: has(ffi::INTEGRATED)?,
+        })
     }
 
     pub(super) fn driver(&self) -> &'static Driver {

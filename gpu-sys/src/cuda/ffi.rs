@@ -27,6 +27,15 @@ pub(super) const EVENT_DISABLE_TIMING: c_uint =
 /// Whether the device can map host memory at all.
 pub(super) const CAN_MAP_HOST_MEMORY: c_uint =
     sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY as c_uint;
+/// Whether `cuMemHostRegister` is to be had on the device.
+pub(super) const HOST_REGISTER_SUPPORTED: c_uint =
+    sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED as c_uint;
+/// Whether the device sees registered host memory at the processor's own addresses.
+pub(super) const SAME_ADDRESS: c_uint =
+    sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM as c_uint;
+/// Whether device and processor share one memory.
+pub(super) const INTEGRATED: c_uint =
+    sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_INTEGRATED as c_uint;
 
 macro_rules! driver_functions {
     ($($field:ident = $symbol:literal ( $($arg:ty),* );)*) => {

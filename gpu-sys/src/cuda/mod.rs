@@ -14,7 +14,7 @@ mod ffi;
 mod registration;
 mod stream;
 
-pub use device::CudaDevice;
+pub use device::{CudaDevice, HostMemory};
 pub use registration::HostRegistration;
 pub use stream::{Event, EventState, Stream};
 

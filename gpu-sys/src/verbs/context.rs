@@ -134,6 +134,22 @@ impl Context {
         std::fs::read_to_string(self.sysfs().join("device/numa_node")).ok()?.trim().parse().ok()
     }
 
+    /// The network interfaces that belong to the device, as far as the kernel says: those of its
+    /// adapter's function, or the one that a software device was made on. None where a device
+    /// has none, as on InfiniBand without IPoIB.
+    #[must_use]
+    pub fn interfaces(&self) -> Vec<String> {
+        let listed = std::fs::read_dir(self.sysfs().join("device/net")).into_iter().flatten();
+        let name = |entry: std::fs::DirEntry| entry.file_name().into_string().ok();
+        let mut found: Vec<_> = listed.flatten().filter_map(name).collect();
+        if found.is_empty() {
+            let parent = std::fs::read_to_string(self.sysfs().join("parent")).unwrap_or_default();
+            found.extend(Some(parent.trim().to_owned()).filter(|parent| !parent.is_empty()));
+        }
+        found.sort();
+        found
+    }
+
     /// Takes the next event of the device, if there is one; never waits. `as_fd` is readable when
     /// there is one.
     ///

@@ -26,6 +26,7 @@ mod events;
 #[cfg(test)]
 mod fake;
 mod ffi;
+mod file_pages;
 mod flight;
 mod library;
 mod memory;
@@ -44,6 +45,7 @@ pub use completion::{CompletionChannel, CompletionQueue, Completions, WorkComple
 pub use context::{Context, DeviceLimits};
 pub use error::{ConnectError, DeregError, PostError, PostRefused, SettleError, VerbsError};
 pub use events::AsyncEvent;
+pub use file_pages::{FilePages, probe_file_pages};
 pub use library::{DeviceListing, Library};
 pub use memory::{Access, Memory, MemoryRegion, ProtectionDomain};
 pub use port::{GidEntry, GidKind, LinkLayer, Mtu, PhysicalState, PortFacts, PortState};

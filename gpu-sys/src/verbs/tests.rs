@@ -195,6 +195,20 @@ fn gids_carry_what_the_kernel_says_of_them() {
 }
 
 #[test]
+fn a_device_has_the_interfaces_of_its_function_or_the_one_it_was_made_on() {
+    let sysfs = tempfile::tempdir().unwrap();
+    let interfaces = || fake::library(sysfs.path()).open_device("fake0").unwrap().interfaces();
+    assert_eq!(interfaces(), [""; 0]);
+    std::fs::create_dir_all(sysfs.path().join("fake0")).unwrap();
+    std::fs::write(sysfs.path().join("fake0/parent"), "eth9\n").unwrap();
+    assert_eq!(interfaces(), ["eth9"]);
+    for name in ["eth2", "eth1"] {
+        std::fs::create_dir_all(sysfs.path().join("fake0/device/net").join(name)).unwrap();
+    }
+    assert_eq!(interfaces(), ["eth1", "eth2"]);
+}
+
+#[test]
 fn owners_go_before_what_they_were_made_from_and_once_each() {
     let Bench { pair, queue, region, memory, drops } = Bench::new(8, 2);
     // The children are the last owners of everything.
