@@ -336,28 +336,6 @@ mod tests {
     use crate::testing::{small_arena, tiny_manifest};
 
     #[test]
-    fn who_waits_on_a_queue_is_woken_by_what_arrives() {
-        const LONG: Duration = Duration::from_secs(60);
-        let (queue, key) = (CompletionQueue::new(), ExpertKey::new(1, 2));
-        let started = Instant::now();
-        let waiter = std::thread::spawn({
-            let queue = queue.clone();
-            move || queue.pop(LONG)
-        });
-        while queue.lock().waiting == 0 {
-            assert!(started.elapsed() < LONG, "nobody waits");
-            std::thread::yield_now();
-        }
-        let error = Box::new(FetchError::Cancelled { key });
-        let failed = Outcome::Failed(FetchFailure { error, slot: None });
-        queue.push_outcome(Ticket(7), key, failed);
-        let popped = waiter.join().expect("it waits and returns");
-        assert_eq!(popped.map(|completion| completion.key), Some(key));
-        assert!(started.elapsed() < LONG / 2, "woken by its own time alone");
-        assert_eq!(queue.lock().waiting, 0);
-    }
-
-    #[test]
     fn backends_are_found_by_name_and_others_are_explained() {
         for kind in TierKind::ALL {
             if kind == TierKind::RdmaVerbs && cfg!(not(metrale_rdma_verbs)) {
