@@ -2,6 +2,8 @@
 //!
 //! Every flag has a `METRALE_*` variable of the same name; the flag wins.
 
+mod fallback;
+
 use std::fmt::Display;
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
@@ -30,6 +32,7 @@ use railset::choose::Wish;
 use railset::pairing::{DualRail, RailWishes};
 
 use crate::values::ByteSize;
+use fallback::FallbackList;
 
 /// Flags shared by everything that fetches.
 #[derive(clap::Args, Debug)]
@@ -46,6 +49,11 @@ pub(crate) struct BackendArgs {
     /// The peer [env: METRALE_EXPERT_PEER]
     #[arg(long = "expert-peer", visible_alias = "peer", value_name = "HOST:PORT")]
     peer: Option<HostPort>,
+    /// Other ways to the same experts while the backend has none left, in this order: tcp (the same
+    /// peer), posix or uma (a copy of its store, in --store), as in tcp,uma
+    /// [env: METRALE_EXPERT_FALLBACK]
+    #[arg(long = "expert-fallback", visible_alias = "fallback", value_name = "LIST")]
+    fallback: Option<FallbackList>,
     #[command(flatten)]
     secret: SecretArgs,
     /// The store that the peer must serve; any other is refused [env: METRALE_EXPERT_FINGERPRINT]
@@ -182,10 +190,20 @@ impl BackendArgs {
     /// `most_records` at once if the default allows it.
     pub(crate) fn open(&self, most_records: u64) -> anyhow::Result<Backend> {
         let kind = self.kind()?;
-        let (tier, dialler): (Box<dyn ExpertTier>, _) = match kind {
+        let others = self.fallback(kind)?;
+        let (tier, dialler) = match others.is_empty() {
+            true => self.open_alone(kind)?,
+            false => self.open_with(kind, &others)?,
+        };
+        let arena = self.arena(tier.manifest().layout(), most_records)?;
+        tier.use_arena(&arena);
+        Ok(Backend { tier, arena, dialler })
+    }
+
+    fn open_alone(&self, kind: TierKind) -> anyhow::Result<(Box<dyn ExpertTier>, Option<Dialler>)> {
+        Ok(match kind {
             TierKind::Posix => {
-                let deadline = self.deadline()?;
-                let options = PosixOptions { deadline, ..PosixOptions::default() };
+                let options = self.posix()?;
                 (self.open_store(kind, |store| PosixTier::open(store, options))?, None)
             }
             TierKind::Uma => {
@@ -194,23 +212,18 @@ impl BackendArgs {
             }
             TierKind::Rdma => {
                 let options = self.tcp()?;
-                let dialler =
-                    Dialler::new(options.peer.clone(), options.secret.clone(), options.connect);
+                let dialler = dialler(&options);
                 (Box::new(TcpTier::connect(options)?), Some(dialler))
             }
             #[cfg(metrale_rdma_verbs)]
             TierKind::RdmaVerbs => {
                 let options = self.verbs()?;
-                let dialler =
-                    Dialler::new(options.peer.clone(), options.secret.clone(), options.connect);
+                let dialler = dialler(&self.tcp()?);
                 (Box::new(VerbsTier::connect(options)?), Some(dialler))
             }
             #[cfg(not(metrale_rdma_verbs))]
             TierKind::RdmaVerbs => return Err(UnknownBackend::NoVerbs.into()),
-        };
-        let arena = self.arena(tier.manifest().layout(), most_records)?;
-        tier.use_arena(&arena);
-        Ok(Backend { tier, arena, dialler })
+        })
     }
 
     /// The backend that is asked for, if one is.
@@ -285,6 +298,10 @@ impl BackendArgs {
     fn deadline(&self) -> anyhow::Result<Duration> {
         let ms = number(self.deadline_ms, &env::EXPERT_DEADLINE_MS, 1..=600_000, 2000)?;
         Ok(Duration::from_millis(ms))
+    }
+
+    fn posix(&self) -> anyhow::Result<PosixOptions> {
+        Ok(PosixOptions { deadline: self.deadline()?, ..PosixOptions::default() })
     }
 
     fn uma(&self) -> anyhow::Result<UmaOptions> {
@@ -383,6 +400,11 @@ impl BackendArgs {
             error => anyhow::Error::new(error).context("cannot make the arena"),
         })
     }
+}
+
+/// Asks the peer of `options` for its status.
+fn dialler(options: &TcpOptions) -> Dialler {
+    Dialler::new(options.peer.clone(), options.secret.clone(), options.connect)
 }
 
 /// The value of `--expert-huge-pages`.

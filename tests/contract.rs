@@ -43,6 +43,28 @@ mod tcp_checked_while_more_arrives {
     expert_tier::contract_suite!(|| super::make_with(|o| o.check_threads = 2, |tier| tier));
 }
 
+mod tcp_before_a_local_way {
+    use std::sync::Arc;
+
+    use expert_tier::fallback::{FallbackOptions, FallbackTier, WayPlan};
+    use expert_tier::posix::{PosixOptions, PosixTier};
+
+    use super::*;
+
+    fn make() -> Backed<FallbackTier, Peer> {
+        let store = TestStore::mixed(1);
+        let peer = Peer::start(&store.path(), &[]);
+        let tcp = TcpTier::connect(TcpOptions::new(peer.address())).expect("a peer that listens");
+        let posix =
+            PosixTier::open(&store.path(), PosixOptions::default()).expect("the same store");
+        let ways = vec![WayPlan::opened(Arc::new(tcp)), WayPlan::opened(Arc::new(posix))];
+        let tier = FallbackTier::open(ways, FallbackOptions::default()).expect("two open ways");
+        Backed::keeping(peer, store, tier)
+    }
+
+    expert_tier::contract_suite!(make);
+}
+
 mod faulty_without_faults_over_tcp {
     expert_tier::contract_suite!(|| super::make(2, super::FaultyTier::new));
 }

@@ -7,9 +7,12 @@
 mod counting;
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 
 use counting::assert_none_allocates;
 use expert_peer::{PeerOptions, Server, Shutdown};
+use expert_tier::fallback::{FallbackOptions, FallbackTier, WayPlan};
+use expert_tier::posix::{PosixOptions, PosixTier};
 use expert_tier::tcp::{TcpOptions, TcpTier};
 use expert_tier::testing::TestStore;
 
@@ -27,6 +30,12 @@ fn no_fetch_over_tcp_allocates_at_either_end() {
         let tier = TcpTier::connect(options).expect("a peer that listens");
         assert_none_allocates("rdma", &tier);
     }
+    let tcp = TcpTier::connect(TcpOptions::new(address.to_string())).expect("a peer that listens");
+    let posix = PosixTier::open(&store.path(), PosixOptions::default()).expect("the same store");
+    let ways = vec![WayPlan::opened(Arc::new(tcp)), WayPlan::opened(Arc::new(posix))];
+    let tier = FallbackTier::open(ways, FallbackOptions::default()).expect("two open ways");
+    assert_none_allocates("rdma with another way", &tier);
+    drop(tier);
     stop.begin();
     serving.join().expect("no panic").expect("a clean end");
 }

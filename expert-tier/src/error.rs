@@ -129,6 +129,14 @@ pub enum FetchError {
         /// How often the request was sent.
         attempts: u32,
     },
+    /// None of several ways to the record brought it.
+    #[error("{key}: no way brought it: {}", one_line(tried))]
+    Ways {
+        /// The record.
+        key: ExpertKey,
+        /// Every way, in the order in which they are tried.
+        tried: Vec<TriedWay>,
+    },
     /// The caller cancelled the request.
     #[error("{key}: cancelled")]
     Cancelled {
@@ -145,12 +153,61 @@ pub enum FetchError {
     },
 }
 
+/// What became of a request by one of several ways.
+#[derive(Debug)]
+pub struct TriedWay {
+    /// The backend.
+    pub backend: TierKind,
+    /// How the request ended there.
+    pub end: WayEnd,
+}
+
+/// How a request ended by one of several ways.
+#[derive(Debug)]
+pub enum WayEnd {
+    /// It failed.
+    Failed(Box<FetchError>),
+    /// It was not tried, for what had become of others, or because the way could not be opened.
+    PassedBy(String),
+}
+
+impl fmt::Display for TriedWay {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.end {
+            WayEnd::Failed(error) => write!(f, "{} failed ({error})", self.backend),
+            WayEnd::PassedBy(why) => write!(f, "{} was passed by ({why})", self.backend),
+        }
+    }
+}
+
+fn one_line(tried: &[TriedWay]) -> String {
+    let ways: Vec<_> = tried.iter().map(TriedWay::to_string).collect();
+    ways.join("; ")
+}
+
 impl FetchError {
+    /// Where several ways were tried, the error of each; else this one.
+    pub fn of_each_way(&self) -> impl Iterator<Item = &Self> {
+        let (tried, alone) = match self {
+            Self::Ways { tried, .. } => (tried.as_slice(), None),
+            alone => (&[][..], Some(alone)),
+        };
+        let failed = tried.iter().filter_map(|way| match &way.end {
+            WayEnd::Failed(error) => Some(&**error),
+            WayEnd::PassedBy(_) => None,
+        });
+        alone.into_iter().chain(failed)
+    }
+
     /// Whether the same request may succeed later without anybody changing anything.
     #[must_use]
     pub fn is_transient(&self) -> bool {
         match self {
             Self::Deadline { .. } | Self::Unreachable { .. } => true,
+            Self::Ways { tried, .. } => tried.iter().any(|way| match &way.end {
+                WayEnd::Failed(error) => error.is_transient(),
+                WayEnd::PassedBy(_) => true,
+            }),
             Self::Peer { status, .. } => matches!(status, Status::Busy | Status::Draining),
             #[cfg(feature = "unverified")]
             Self::Unchecked { .. } => false,
@@ -182,6 +239,7 @@ impl FetchError {
             Self::NotResident { .. } => "not_resident",
             #[cfg(metrale_rdma_verbs)]
             Self::Register { .. } => "register",
+            Self::Ways { .. } => "every_way",
             Self::Cancelled { .. } => "cancelled",
             Self::Closed { .. } => "closed",
         }

@@ -57,6 +57,7 @@ pub mod checker;
 mod direct;
 pub mod dtype;
 pub mod error;
+pub mod fallback;
 mod files;
 pub mod fingerprint;
 pub mod key;

@@ -6,12 +6,13 @@
 //! [`bound`](ExpertTier::bound) and a little more: errors come as completions too, so a caller has
 //! one place to look.
 
+mod queue;
+
 use std::cell::RefCell;
-use std::collections::VecDeque;
 use std::fmt;
 use std::str::FromStr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 #[cfg(feature = "unverified")]
@@ -21,6 +22,8 @@ use crate::error::{Bound, FetchError, FetchFailure};
 use crate::key::ExpertKey;
 use crate::residency::ExpertResidency;
 use crate::store::manifest::Manifest;
+pub use queue::CompletionQueue;
+pub(crate) use queue::Relay;
 
 /// How long past its bound a backend may take, on a machine that has other things to do, before a
 /// blocking fetch gives it up.
@@ -131,6 +134,11 @@ impl FetchRequest {
         Self { ticket: Ticket(NEXT_TICKET.fetch_add(1, Ordering::Relaxed)), key, slot }
     }
 
+    /// The same request once more, for another backend.
+    pub(crate) fn again(ticket: Ticket, key: ExpertKey, slot: Slot<Free>) -> Self {
+        Self { ticket, key, slot }
+    }
+
     /// What [`ExpertTier::cancel`] and the completion call this request.
     #[must_use]
     pub fn ticket(&self) -> Ticket {
@@ -210,115 +218,6 @@ pub enum Landed {
     Completed(Completion),
     /// The record came, into a slot that was told not to check it.
     Unchecked(Unchecked),
-}
-
-#[derive(Debug)]
-struct Arrival {
-    ticket: Ticket,
-    key: ExpertKey,
-    outcome: Outcome,
-}
-
-impl Arrival {
-    fn into_completion(self) -> Completion {
-        let Self { ticket, key, outcome } = self;
-        Completion { ticket, key, outcome: outcome.into() }
-    }
-
-    #[cfg(feature = "unverified")]
-    fn into_landed(self) -> Landed {
-        match self.outcome {
-            Outcome::Unchecked(unchecked) => Landed::Unchecked(unchecked),
-            _ => Landed::Completed(self.into_completion()),
-        }
-    }
-}
-
-/// Where completions arrive. Cheap to clone; all clones are one queue.
-///
-/// A queue belongs to whoever waits on it: two callers that share a backend use two queues and
-/// never see each other's completions.
-#[derive(Clone, Default, Debug)]
-pub struct CompletionQueue(Arc<QueueInner>);
-
-#[derive(Default, Debug)]
-struct QueueInner {
-    inbox: Mutex<Inbox>,
-    bell: Condvar,
-}
-
-#[derive(Default, Debug)]
-struct Inbox {
-    arrived: VecDeque<Arrival>,
-    /// Threads that wait. Where there is none nobody need be woken, which would be a system call.
-    waiting: usize,
-}
-
-impl CompletionQueue {
-    /// An empty queue.
-    #[must_use]
-    pub fn new() -> Self {
-        Self::default()
-    }
-
-    /// Adds a completion; for backends.
-    pub fn push(&self, completion: Completion) {
-        let Completion { ticket, key, outcome } = completion;
-        self.push_outcome(ticket, key, outcome.into());
-    }
-
-    pub(crate) fn push_outcome(&self, ticket: Ticket, key: ExpertKey, outcome: Outcome) {
-        let mut inbox = self.lock();
-        inbox.arrived.push_back(Arrival { ticket, key, outcome });
-        let wake = inbox.waiting > 0;
-        drop(inbox);
-        if wake {
-            self.0.bell.notify_one();
-        }
-    }
-
-    /// Takes the oldest completion, waiting for one at most `wait`.
-    #[must_use]
-    pub fn pop(&self, wait: Duration) -> Option<Completion> {
-        self.next(wait).map(Arrival::into_completion)
-    }
-
-    /// The same, and unchecked records as such.
-    #[cfg(feature = "unverified")]
-    #[must_use]
-    pub fn pop_landed(&self, wait: Duration) -> Option<Landed> {
-        self.next(wait).map(Arrival::into_landed)
-    }
-
-    fn next(&self, wait: Duration) -> Option<Arrival> {
-        let mut inbox = self.lock();
-        // What is there costs no look at the clock.
-        if let Some(arrival) = inbox.arrived.pop_front() {
-            return Some(arrival);
-        }
-        if wait.is_zero() {
-            return None;
-        }
-        let until = after(wait);
-        loop {
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return None;
-            }
-            inbox.waiting += 1;
-            let woken = self.0.bell.wait_timeout(inbox, left);
-            inbox = woken.unwrap_or_else(PoisonError::into_inner).0;
-            inbox.waiting -= 1;
-            if let Some(arrival) = inbox.arrived.pop_front() {
-                return Some(arrival);
-            }
-        }
-    }
-
-    /// A push or pop cannot leave the deque half-changed, so a poisoned lock is sound to take.
-    fn lock(&self) -> MutexGuard<'_, Inbox> {
-        self.0.inbox.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 /// The instant `wait` from now, or one that nobody lives to see where that is past the clock.
@@ -431,30 +330,10 @@ pub trait ExpertTier: Send + Sync {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Mutex;
+
     use super::*;
     use crate::testing::{small_arena, tiny_manifest};
-
-    #[test]
-    fn who_waits_on_a_queue_is_woken_by_what_arrives() {
-        const LONG: Duration = Duration::from_secs(60);
-        let (queue, key) = (CompletionQueue::new(), ExpertKey::new(1, 2));
-        let started = Instant::now();
-        let waiter = std::thread::spawn({
-            let queue = queue.clone();
-            move || queue.pop(LONG)
-        });
-        while queue.lock().waiting == 0 {
-            assert!(started.elapsed() < LONG, "nobody waits");
-            std::thread::yield_now();
-        }
-        let error = Box::new(FetchError::Cancelled { key });
-        let failed = Outcome::Failed(FetchFailure { error, slot: None });
-        queue.push_outcome(Ticket(7), key, failed);
-        let popped = waiter.join().expect("it waits and returns");
-        assert_eq!(popped.map(|completion| completion.key), Some(key));
-        assert!(started.elapsed() < LONG / 2, "woken by its own time alone");
-        assert_eq!(queue.lock().waiting, 0);
-    }
 
     #[test]
     fn backends_are_found_by_name_and_others_are_explained() {

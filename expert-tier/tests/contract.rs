@@ -1,9 +1,12 @@
 //! The contract over the backends that need no other process.
 
+use std::sync::Arc;
+
 use expert_tier::arena::ExpertArena;
+use expert_tier::fallback::{FallbackOptions, FallbackTier, WayPlan};
 use expert_tier::posix::{PosixOptions, PosixTier};
 use expert_tier::testing::contract::{Backed, Harness};
-use expert_tier::testing::{FaultyTier, TestStore};
+use expert_tier::testing::{Fault, FaultyTier, TestStore};
 use expert_tier::tier::ExpertTier;
 use expert_tier::uma::{DirectReads, ReadCounts, UmaOptions, UmaPath, UmaTier};
 
@@ -159,12 +162,28 @@ mod faulty_without_faults {
     expert_tier::contract_suite!(make);
 }
 
+mod another_way_than_one_that_never_works {
+    use super::*;
+
+    fn make() -> Backed<FallbackTier> {
+        let store = TestStore::mixed(8);
+        let first = FaultyTier::new(open(&store));
+        first.fail_all(Some(Fault::Unreachable));
+        let uma = UmaTier::open(&store.path(), &UmaOptions::default()).expect("a sound store");
+        let ways = vec![WayPlan::opened(Arc::new(first)), WayPlan::opened(Arc::new(uma))];
+        let tier = FallbackTier::open(ways, FallbackOptions::default()).expect("two open ways");
+        Backed::new(store, tier)
+    }
+
+    expert_tier::contract_suite!(make);
+}
+
 mod faulty {
     use std::time::Duration;
 
     use expert_tier::error::FetchError;
     use expert_tier::key::ExpertKey;
-    use expert_tier::testing::{Fault, small_arena};
+    use expert_tier::testing::small_arena;
     use expert_tier::tier::{CompletionQueue, FetchRequest};
 
     use super::*;

@@ -43,6 +43,9 @@ variables! {
         "The store of the local backends and of the peer.";
     EXPERT_PEER: "none", "HOST:PORT",
         "The peer of the remote backends.";
+    EXPERT_FALLBACK: "none", "tcp, posix, uma, with commas between them",
+        "Other ways, tried in this order while the backend has none left, and told in the log; a \
+         local one needs a copy of the same store.";
     EXPERT_SECRET_FILE: "none", "file",
         "Holds the secret that client and peer prove to each other; 16 to 4096 bytes before its line \
          end.";

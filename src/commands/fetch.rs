@@ -73,6 +73,17 @@ struct BySource {
     local: u64,
 }
 
+impl BySource {
+    /// How many came from where, if not all from one place.
+    fn when_several(&self) -> Option<String> {
+        let Self { read, push, tcp, local } = *self;
+        let counts = [("read", read), ("pushed", push), ("by tcp", tcp), ("local", local)];
+        let some: Vec<_> = counts.into_iter().filter(|(_, count)| *count > 0).collect();
+        let told: Vec<_> = some.iter().map(|(name, count)| format!("{count} {name}")).collect();
+        (some.len() > 1).then(|| format!(" ({})", told.join(", ")))
+    }
+}
+
 impl Report {
     fn new(kind: TierKind) -> Self {
         let by_source = BySource::default();
@@ -183,7 +194,7 @@ fn print(report: &Report, json: bool) -> anyhow::Result<()> {
     if json {
         return output::json(report);
     }
-    let Report { backend, records, errors, bytes, seconds, .. } = report;
+    let Report { backend, records, errors, bytes, seconds, by_source } = report;
     let rate = *bytes as f64 / seconds.max(1e-9) / 1e9;
     let came = match records {
         0 => format!("no record came by {backend} in {seconds:.3} s"),
@@ -194,5 +205,6 @@ fn print(report: &Report, json: bool) -> anyhow::Result<()> {
             )
         }
     };
-    output::text(&format!("{came}; {errors} failed\n"))
+    let sources = by_source.when_several().unwrap_or_default();
+    output::text(&format!("{came}{sources}; {errors} failed\n"))
 }

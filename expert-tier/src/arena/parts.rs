@@ -101,7 +101,15 @@ impl Slot<Parted> {
         let range = *cut..pieces.part_end(*cut, most);
         *cut = range.end;
         let (pieces, checking) = (*pieces, *checking);
-        Some(Part(Share { hold: self.hold.another(), range, pieces, checking, tag: 0 }))
+        let hold = self.hold.another();
+        Some(Part(Share {
+            hold,
+            range,
+            pieces,
+            checking,
+            #[cfg(metrale_rdma_verbs)]
+            tag: 0,
+        }))
     }
 
     /// The arena that the slot is of.
@@ -191,6 +199,7 @@ struct Share {
     range: Range<usize>,
     pieces: Pieces,
     checking: Checking,
+    #[cfg(metrale_rdma_verbs)]
     tag: u32,
 }
 

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use crate::arena::{ExpertArena, Free, Slot};
 use crate::error::{Bound, FetchError, FetchFailure};
 use crate::record::Mismatch;
 use crate::store::manifest::Manifest;
@@ -19,6 +20,9 @@ pub enum Fault {
     Unreachable,
     /// The bytes are another record's.
     Mismatch,
+    /// The deadline passes while somebody may still write into the slot; the backend is unhealthy
+    /// afterwards, and keeps the slot for ever.
+    Stuck,
 }
 
 /// Wraps a backend and fails chosen requests, counted from 0 in order of submission.
@@ -32,6 +36,8 @@ pub struct FaultyTier<T> {
 struct Plan {
     submitted: u64,
     faults: BTreeMap<u64, Fault>,
+    every: Option<Fault>,
+    stuck: Vec<Slot<Free>>,
 }
 
 impl<T: ExpertTier> FaultyTier<T> {
@@ -46,11 +52,22 @@ impl<T: ExpertTier> FaultyTier<T> {
         self.plan.lock().unwrap_or_else(PoisonError::into_inner).faults.insert(n, fault);
     }
 
+    /// From now on makes every request fail with `fault`, or none but those that were chosen.
+    pub fn fail_all(&self, fault: Option<Fault>) {
+        self.plan.lock().unwrap_or_else(PoisonError::into_inner).every = fault;
+    }
+
+    /// How many requests have been submitted.
+    #[must_use]
+    pub fn submitted(&self) -> u64 {
+        self.plan.lock().unwrap_or_else(PoisonError::into_inner).submitted
+    }
+
     fn next_fault(&self) -> Option<Fault> {
         let mut plan = self.plan.lock().unwrap_or_else(PoisonError::into_inner);
         let n = plan.submitted;
         plan.submitted += 1;
-        plan.faults.remove(&n)
+        plan.faults.remove(&n).or(plan.every)
     }
 
     fn fail_now(&self, request: FetchRequest, fault: Fault, queue: &CompletionQueue) {
@@ -58,7 +75,7 @@ impl<T: ExpertTier> FaultyTier<T> {
         let backend = self.kind();
         let origin = "a fault asked for".to_owned();
         let error = match fault {
-            Fault::Deadline => {
+            Fault::Deadline | Fault::Stuck => {
                 FetchError::Deadline { key, backend, waited: self.deadline(), bound: Bound::Due }
             }
             Fault::Unreachable => {
@@ -72,7 +89,12 @@ impl<T: ExpertTier> FaultyTier<T> {
         if fault != Fault::Mismatch {
             self.healthy.store(false, Ordering::Relaxed);
         }
-        queue.push(Completion { ticket, key, outcome: Err(FetchFailure::new(error, slot)) });
+        let mut failure = FetchFailure::new(error, slot);
+        if fault == Fault::Stuck {
+            let mut plan = self.plan.lock().unwrap_or_else(PoisonError::into_inner);
+            plan.stuck.extend(failure.slot.take());
+        }
+        queue.push(Completion { ticket, key, outcome: Err(failure) });
     }
 }
 
@@ -95,6 +117,10 @@ impl<T: ExpertTier> ExpertTier for FaultyTier<T> {
 
     fn bound(&self) -> Duration {
         self.inner.bound()
+    }
+
+    fn use_arena(&self, arena: &ExpertArena) {
+        self.inner.use_arena(arena);
     }
 
     fn submit(&self, batch: &mut Vec<FetchRequest>, queue: &CompletionQueue) {

@@ -10,6 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use gpu_sys::pinned::HugePages;
+use railset::choose::RailSpec;
 use railset::handshake::client::Carry;
 use railset::table::CheckedTable;
 
@@ -232,6 +233,17 @@ impl Desk {
         Some(Need { slot, carry })
     }
 
+    pub(super) fn rail_specs(&self) -> Vec<RailSpec> {
+        let state = self.lock();
+        let mut rails: Vec<_> = state.rails.iter().collect();
+        rails.sort_by_key(|rail| rail.slot);
+        rails.into_iter().map(|rail| rail.spec().clone()).collect()
+    }
+
+    pub(super) fn rails_up(&self) -> usize {
+        self.lock().rails.iter().filter(|rail| rail.ending().is_none()).count()
+    }
+
     pub(super) fn has_rail(&self, number: u64) -> bool {
         self.lock().rails.iter().any(|rail| rail.number == number)
     }
@@ -265,11 +277,6 @@ impl Desk {
     pub(super) fn end_rails_where(&self, is_hit: impl Fn(&Rail) -> bool, why: &str) {
         let mut state = self.lock();
         state.rails.iter_mut().filter(|rail| is_hit(rail)).for_each(|r| r.end(why.to_owned()));
-    }
-
-    /// Calls `each` for every rail.
-    pub(super) fn each_rail(&self, each: impl FnMut(&Rail)) {
-        self.lock().rails.iter().for_each(each);
     }
 
     /// Leaves the devices of the rails, each once, in `devices`.

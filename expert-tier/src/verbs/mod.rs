@@ -257,6 +257,19 @@ impl VerbsTier {
         self.desk.reconnects()
     }
 
+    /// Rails that carry traffic now.
+    #[must_use]
+    pub fn rails_up(&self) -> usize {
+        self.desk.rails_up()
+    }
+
+    /// Looks at the rails once, as a caller does that waits in
+    /// [`poll`](ExpertTier::poll); says whether there was anything. For callers with a loop of their
+    /// own that have no completion to wait for.
+    pub fn drive(&self) -> bool {
+        self.drive_once()
+    }
+
     /// READs in flight when somebody last looked at the rails.
     #[must_use]
     pub fn reads_in_flight(&self) -> usize {
@@ -269,12 +282,10 @@ impl VerbsTier {
         self.desk.most_in_flight()
     }
 
-    /// The local ends of the rails that are up, in the order that the handshake gave them.
+    /// The local ends of the rails that are up, the first rail first.
     #[must_use]
     pub fn rails(&self) -> Vec<RailSpec> {
-        let mut specs = Vec::new();
-        self.desk.each_rail(|rail| specs.push(rail.spec().clone()));
-        specs
+        self.desk.rail_specs()
     }
 
     /// Waits for something on `queue`, looking after the rails meanwhile.

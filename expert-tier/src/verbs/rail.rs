@@ -331,7 +331,10 @@ impl Rail {
         while came.is_none() && self.ending.is_none() {
             if Instant::now() >= until {
                 let ms = bound.as_millis();
-                return Err(format!("a READ to try it brought nothing within {ms} ms"));
+                let why = format!("a READ to try it brought nothing within {ms} ms");
+                // In error the device gives its attempts up, and destroying need not wait for them.
+                self.end(why);
+                break;
             }
             if !self.look(|_, result| came = Some(result)) {
                 std::thread::sleep(TRY_NAP);
