@@ -122,6 +122,7 @@ impl Slot<Parted> {
     ///
     /// # Errors
     /// Parts are still out; the slot as it was.
+    #[allow(clippy::result_large_err, reason = "a box would be an allocation for every fetch")]
     pub(crate) fn gather(mut self) -> Result<Slot<Gathered>, Self> {
         if !self.hold.is_alone() {
             return Err(self);
