@@ -258,9 +258,9 @@ fn an_armed_queue_wakes_its_channel() {
 fn a_port_that_goes_down_and_comes_up_says_so() {
     let end = End::open("rxe1");
     let context = end.domain.context();
-    let link = |state: &str| {
-        let status = Command::new("ip").args(["link", "set", "v1", state]).status().unwrap();
-        assert!(status.success());
+    let ip = |words: &str| {
+        let status = Command::new("ip").args(words.split(' ')).status().unwrap();
+        assert!(status.success(), "ip {words}");
     };
     let wait_for = |wanted: AsyncEvent, state: fn(PortState) -> bool| {
         let started = Instant::now();
@@ -281,9 +281,11 @@ fn a_port_that_goes_down_and_comes_up_says_so() {
         assert!(state(context.port(1).unwrap().state), "{:?}", context.port(1));
     };
     assert_eq!(context.next_event().unwrap(), None);
-    link("down");
+    ip("link set v1 down");
     wait_for(AsyncEvent::PortError { port: 1 }, |state| state == PortState::Down);
-    link("up");
+    ip("link set v1 up");
+    // It went with the link, and later tests want packets to cross the cable.
+    ip("route replace 10.2.0.2 dev v1 table 111 src 10.2.0.1");
     wait_for(AsyncEvent::PortActive { port: 1 }, |state| state == PortState::Active);
 }
 
