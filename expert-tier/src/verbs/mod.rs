@@ -251,7 +251,7 @@ impl VerbsTier {
         Ok(())
     }
 
-    /// How often rails were set up again after the last was lost.
+    /// How often a rail was set up again after one was lost.
     #[must_use]
     pub fn reconnects(&self) -> u64 {
         self.desk.reconnects()
