@@ -31,6 +31,8 @@ pub(super) struct State {
     pub(super) events: VecDeque<(c_uint, c_int)>,
     /// States that queue pairs were moved to.
     pub(super) states: Vec<c_uint>,
+    /// Flags of the registrations so far.
+    pub(super) access: Vec<c_int>,
     /// `max_mr_size` of the device; 0 is 1 GiB.
     pub(super) max_mr_size: u64,
     keys: u32,
@@ -261,8 +263,9 @@ extern "C" fn reg_mr(
     _: *mut ffi::ibv_pd,
     addr: *mut c_void,
     length: usize,
-    _access: c_int,
+    access: c_int,
 ) -> *mut ffi::ibv_mr {
+    state(|it| it.access.push(access));
     let raw = made::<ffi::ibv_mr>("ibv_reg_mr");
     // SAFETY: made above; zeros are a value of it.
     if let Some(mr) = unsafe { raw.as_mut() } {

@@ -276,6 +276,17 @@ fn a_region_that_cannot_be_deregistered_comes_back_and_may_be_tried_again() {
 }
 
 #[test]
+fn a_registration_allows_what_it_says_and_no_more() {
+    let (domain, (memory, _)) = (domain(), counted());
+    let all = [Access::LocalRead, Access::LocalWrite, Access::RemoteRead, Access::RemoteWrite];
+    for access in all {
+        MemoryRegion::register(&domain, memory.clone(), 0..BYTES, access).unwrap();
+    }
+    // `enum ibv_access_flags`: 1 is local write, 2 remote write, 4 remote read.
+    assert_eq!(state(|it| it.access.clone()), [0, 1, 4, 1 | 2]);
+}
+
+#[test]
 fn a_registration_is_refused_where_it_cannot_be() {
     state(|it| it.max_mr_size = 1024);
     let domain = domain();
