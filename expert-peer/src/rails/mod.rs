@@ -134,7 +134,11 @@ impl Published {
         let Some((library, specs)) = find_rails(wish)? else { return Ok(None) };
         let plan = Plan::of(store);
         let (served, of_rail) = open_devices(&library, &specs)?;
-        hold_against_limits(&served, plan.bytes())?;
+        let most = |device: &Served| {
+            (device.context.name().to_owned(), device.context.limits().max_mr_size)
+        };
+        let devices: Vec<_> = served.iter().map(most).collect();
+        hold_against_limits(&devices, plan.bytes(), LockLimit::current())?;
         let pages = Arc::new(resident::load(store, plan)?);
         let regions = register(&served, &pages, plan)?;
         let table = describe(store, plan, &of_rail, &regions)?;
@@ -207,18 +211,20 @@ fn open_devices(
     Ok((served, of_rail))
 }
 
-/// Before anything is read: a refusal after half an hour of loading would be no help.
-fn hold_against_limits(served: &[Served], bytes: u64) -> Result<(), RailsError> {
-    for device in served {
-        let max_bytes = device.context.limits().max_mr_size;
-        if bytes > max_bytes {
-            let device = device.context.name().to_owned();
-            return Err(RailsError::MaxRegion { device, max_bytes, bytes });
-        }
+/// Holds a region of `bytes` against what each device registers at once, and against what the
+/// process may lock. Before anything is read: a refusal after half an hour of loading would be no
+/// help.
+fn hold_against_limits(
+    devices: &[(String, u64)],
+    bytes: u64,
+    limit: LockLimit,
+) -> Result<(), RailsError> {
+    if let Some((device, max_bytes)) = devices.iter().find(|(_, most)| bytes > *most) {
+        let (device, max_bytes) = (device.clone(), *max_bytes);
+        return Err(RailsError::MaxRegion { device, max_bytes, bytes });
     }
-    let devices = served.len() as u64;
+    let devices = devices.len() as u64;
     let needed_bytes = bytes.saturating_mul(devices);
-    let limit = LockLimit::current();
     if limit.capability != IpcLock::Granted && limit.soft_bytes.is_some_and(|s| needed_bytes > s) {
         return Err(RailsError::LockLimit { bytes, devices, needed_bytes, limit });
     }
@@ -275,4 +281,46 @@ fn describe(
         }
     });
     Table::new(GENERATION, layers.collect()).map_err(|source| RailsError::Table { source })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    fn limit(soft_bytes: Option<u64>, capability: IpcLock) -> LockLimit {
+        LockLimit { soft_bytes, hard_bytes: soft_bytes, locked_bytes: 0, capability }
+    }
+
+    fn devices() -> Vec<(String, u64)> {
+        vec![("rxe0".into(), 64 * GIB), ("rxe1".into(), 48 * GIB)]
+    }
+
+    #[test]
+    fn locked_memory_is_needed_once_for_each_device() {
+        let hold = |bytes, limit| hold_against_limits(&devices(), bytes, limit);
+        let allowed = limit(Some(20 * GIB), IpcLock::Absent);
+        hold(10 * GIB, allowed).expect("twice 10 GiB");
+        let error = hold(10 * GIB + 1, allowed).unwrap_err();
+        assert!(matches!(error, RailsError::LockLimit { devices: 2, .. }), "{error}");
+        let text = error.to_string();
+        for part in ["2 devices", "20 GiB", "ulimit -l", "--rail none"] {
+            assert!(text.contains(part), "{part:?} is not in {text}");
+        }
+        hold(40 * GIB, limit(Some(20 * GIB), IpcLock::Granted)).expect("the capability lifts it");
+        hold(40 * GIB, limit(None, IpcLock::Absent)).expect("no limit");
+        hold_against_limits(&devices(), u64::MAX / 2, allowed).expect_err("no overflow");
+    }
+
+    #[test]
+    fn a_device_that_registers_less_at_once_is_named() {
+        let none = limit(None, IpcLock::Absent);
+        hold_against_limits(&devices(), 48 * GIB, none).expect("exactly what it takes");
+        let error = hold_against_limits(&devices(), 48 * GIB + 1, none).unwrap_err();
+        let text = error.to_string();
+        for part in ["rxe1", "48 GiB", "--rail none"] {
+            assert!(text.contains(part), "{part:?} is not in {text}");
+        }
+    }
 }
