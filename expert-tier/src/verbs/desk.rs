@@ -18,22 +18,18 @@ use super::call::Call;
 use super::devices::{Device, Devices};
 use super::rail::Rail;
 use super::session::{Opened, PROBE_BYTES, Session};
-use super::state::{Late, State};
+use super::state::State;
 use super::{OpenError, VerbsOptions};
 use crate::account::Accounts;
 use crate::arena::{
-    ArenaOptions, CudaUse, ExpertArena, Free, Gathered, Judged, LandedPart, Part, Rejected,
-    SlabPlan, Slot,
+    ArenaOptions, CudaUse, ExpertArena, Gathered, LandedPart, Part, SlabPlan, Slot,
 };
 use crate::checker::{Checker, Job};
-use crate::error::{Bound, FetchError, FetchFailure};
+use crate::error::{FetchError, FetchFailure};
 use crate::key::ExpertKey;
 use crate::record::RecordIdentity;
 use crate::store::manifest::Manifest;
-use crate::tier::{CompletionQueue, Fetched, Outcome, Source, Ticket, TierKind};
-
-/// Shortest time between two looks at every request's age.
-const LOOK: Duration = Duration::from_millis(20);
+use crate::tier::{CompletionQueue, FetchRequest, Outcome, Source, Ticket, TierKind};
 
 pub(super) struct Desk {
     pub(super) options: VerbsOptions,
@@ -50,14 +46,14 @@ pub(super) struct Desk {
     in_flight: AtomicUsize,
     most_in_flight: AtomicUsize,
     /// Whether a request waits that nobody has tried to post.
-    wants_ring: AtomicBool,
+    pub(super) wants_ring: AtomicBool,
     /// Whether a caller looks after the rails at the moment.
     driven: AtomicBool,
     reconnects: AtomicU64,
-    rejections: AtomicU64,
-    opened: Instant,
+    pub(super) rejections: AtomicU64,
+    pub(super) opened: Instant,
     /// Milliseconds after `opened` at which somebody last looked for requests out of time.
-    looked_ms: AtomicU64,
+    pub(super) looked_ms: AtomicU64,
 }
 
 /// A rail that should be there and is not.
@@ -139,21 +135,15 @@ impl Desk {
     // ---- requests ----
 
     /// Takes a request; [`ring`](Self::ring) posts it.
-    pub(super) fn take(
-        &self,
-        ticket: Ticket,
-        identity: RecordIdentity,
-        slot: Slot<Free>,
-        queue: &CompletionQueue,
-        submitted: Instant,
-    ) {
-        let key = identity.key;
-        let layer_index = match self.manifest.layout().locate_at(key) {
-            Ok((index, _)) => index,
+    pub(super) fn take(&self, request: FetchRequest, queue: &CompletionQueue, submitted: Instant) {
+        let (ticket, key, slot) = request.into_parts();
+        let (layer_index, layer) = match self.manifest.layout().locate_at(key) {
+            Ok(found) => found,
             Err(error) => {
                 return self.refuse(ticket, key, queue, submitted, FetchFailure::new(error, slot));
             }
         };
+        let identity = RecordIdentity::new(&self.manifest.fingerprint(), layer, key.expert);
         let slot = match slot.begin_parted(identity) {
             Ok(slot) => slot,
             Err(refused) => {
@@ -203,8 +193,17 @@ impl Desk {
 
     /// A new rail carries what waits; its control connection goes to the keeper.
     pub(super) fn rail_up(self: &Arc<Self>, opened: Opened) {
-        let Opened { session, rail, rails_possible } = opened;
+        let Opened { session, mut rail, rails_possible } = opened;
         let mut state = self.lock();
+        if state.closing {
+            // Nobody would end it any more: it goes here, and its connection with it.
+            return;
+        }
+        // How fast it is will show. Until then it is taken for no faster than those that work: one
+        // that then brings nothing has not been given more than its share.
+        if let Some(slowest) = state.rails.iter().map(Rail::bytes_per_s).min_by(f64::total_cmp) {
+            rail.assume_at_most(slowest);
+        }
         let outage_ms = state.down_since.take().map(|since| since.elapsed().as_millis());
         let (name, slot) = (rail.name(), rail.slot);
         state.rails_wanted = state.rails_wanted.max(rails_possible);
@@ -226,11 +225,15 @@ impl Desk {
     /// The rail that should be there and is not; none while one in its place is not quite gone.
     pub(super) fn need(&self) -> Option<Need> {
         let state = self.lock();
-        let is_there = |slot: usize| state.rails.iter().any(|rail| rail.slot == slot);
-        let slot = (0..state.rails_wanted).find(|&slot| !is_there(slot))?;
+        let slot = (0..state.rails_wanted).find(|&slot| !state.has_slot(slot))?;
         let up: Vec<_> = state.rails.iter().map(Rail::ends).collect();
         let carry = if up.is_empty() { Carry::First } else { Carry::Beside { slot, up } };
         Some(Need { slot, carry })
+    }
+
+    /// Whether the client's rail `slot` is there, though it may be about to go.
+    pub(super) fn has_slot(&self, slot: usize) -> bool {
+        self.lock().has_slot(slot)
     }
 
     pub(super) fn rail_specs(&self) -> Vec<RailSpec> {
@@ -241,7 +244,7 @@ impl Desk {
     }
 
     pub(super) fn rails_up(&self) -> usize {
-        self.lock().rails.iter().filter(|rail| rail.ending().is_none()).count()
+        self.lock().rails.iter().filter(|rail| rail.takes_more()).count()
     }
 
     pub(super) fn has_rail(&self, number: u64) -> bool {
@@ -279,6 +282,12 @@ impl Desk {
         state.rails.iter_mut().filter(|rail| is_hit(rail)).for_each(|r| r.end(why.to_owned()));
     }
 
+    /// The peer shuts down: its rail takes no more, and goes when what flies on it has landed.
+    pub(super) fn retire_rail(&self, number: u64) {
+        let mut state = self.lock();
+        state.rails.iter_mut().filter(|rail| rail.number == number).for_each(Rail::retire);
+    }
+
     /// Leaves the devices of the rails, each once, in `devices`.
     pub(super) fn rail_devices(&self, devices: &mut Vec<Arc<Device>>) {
         devices.clear();
@@ -308,13 +317,14 @@ impl Desk {
                 state.down_since.get_or_insert_with(Instant::now);
             }
         }
-        if let Some(why) = gone.iter().find_map(Rail::ending) {
-            state.down_why = why.to_owned();
+        if let Some(rail) = gone.first() {
+            rail.ending().unwrap_or("the peer shut down").clone_into(&mut state.down_why);
         }
         let closing = state.closing;
         drop(state);
         for rail in gone {
-            if !closing {
+            // A rail that retired is no loss: its peer has said so.
+            if !closing && rail.ending().is_some() {
                 let (rail, why) = (rail.name(), rail.ending().unwrap_or_default());
                 tracing::warn!(peer = %self.options.peer, rail, why, rails_left = left, "a rail is lost");
                 self.accounts.link_failed();
@@ -392,115 +402,6 @@ impl Desk {
         self.driven.store(false, Ordering::Release);
     }
 
-    // ---- ends ----
-
-    /// A part has been checked.
-    fn part_done(&self, id: u32) {
-        let mut state = self.lock();
-        let over = state.part_done(id);
-        drop(state);
-        self.finish_all(over);
-    }
-
-    fn finish_all(&self, calls: impl IntoIterator<Item = Call>) {
-        calls.into_iter().for_each(|call| self.finish(call));
-    }
-
-    /// Nothing of `call` flies: what it came to.
-    fn finish(&self, call: Call) {
-        let key = call.key();
-        let Call { ticket, identity, layer_index, queue, submitted, attempts, slot, back, .. } =
-            call;
-        drop(back);
-        let gathered = slot.gather();
-        let fail = |error: FetchError, slot| {
-            Outcome::Failed(FetchFailure { error: Box::new(error), slot })
-        };
-        let outcome = match gathered {
-            // A part was lost with its queue pair: a device may still write to the slot.
-            Err(_quarantined) => {
-                let reason = "a queue pair that was reading it could not be destroyed".into();
-                let peer = self.options.peer.clone();
-                fail(FetchError::Unreachable { key, peer, reason, attempts }, None)
-            }
-            Ok(slot) if call.told => return drop(slot),
-            Ok(slot) if call.cancelled => fail(FetchError::Cancelled { key }, Some(slot.abandon())),
-            Ok(slot) => match call.failed {
-                Some(error) => fail(error, Some(slot.abandon())),
-                None => match slot.judge(&self.manifest) {
-                    Judged::Record(residency) => {
-                        Outcome::Fetched(Fetched { residency, source: Source::Read })
-                    }
-                    #[cfg(feature = "unverified")]
-                    Judged::Unchecked(unchecked) => Outcome::Unchecked(unchecked),
-                    Judged::Rejected(rejected) => {
-                        let call = Again { ticket, identity, queue, submitted, attempts };
-                        return self.reject(layer_index, call, rejected);
-                    }
-                },
-            },
-        };
-        if !call.told {
-            self.accounts.count(&outcome, submitted.elapsed());
-            queue.push_outcome(ticket, key, outcome);
-        }
-    }
-}
-
-impl Desk {
-    /// Fetches the record once more, while it has attempts left.
-    fn reject(&self, layer_index: usize, again: Again, rejected: Rejected) {
-        let key = again.identity.key;
-        let so_far = self.rejections.fetch_add(1, Ordering::Relaxed) + 1;
-        let Rejected { slot, mismatch, .. } = rejected;
-        // A record that is damaged at the peer fails at every attempt of every fetch.
-        if so_far <= 8 || so_far.is_power_of_two() {
-            tracing::warn!(%key, %mismatch, peer = %self.options.peer, so_far,
-                "a record was rejected");
-        }
-        self.accounts.count_mismatch();
-        let Again { ticket, identity, queue, submitted, attempts } = again;
-        let slot = match slot.begin_parted(identity) {
-            Ok(slot) if attempts < self.options.attempts => slot,
-            Ok(slot) => {
-                let (backend, origin) = (TierKind::RdmaVerbs, self.options.peer.clone());
-                let error = Box::new(FetchError::Mismatch { key, backend, origin, mismatch });
-                let slot = slot.gather().ok().map(Slot::<Gathered>::abandon);
-                return self.refuse(ticket, key, &queue, submitted, FetchFailure { error, slot });
-            }
-            Err(refused) => {
-                let failure = FetchFailure::too_small(key, refused);
-                return self.refuse(ticket, key, &queue, submitted, failure);
-            }
-        };
-        let call = Call::new(ticket, identity, layer_index, queue, submitted, slot);
-        self.lock().add(Call { attempts: attempts + 1, ..call });
-        // Whoever drives the rails posts it: this may be a checking thread.
-        self.wants_ring.store(true, Ordering::Release);
-    }
-
-    /// Fails the requests whose time is over. Cheap where somebody has just done so: it is called by
-    /// everybody who waits.
-    pub(super) fn expire(&self) {
-        let now_ms = u64::try_from(self.opened.elapsed().as_millis()).unwrap_or(u64::MAX);
-        let last_ms = self.looked_ms.load(Ordering::Relaxed);
-        let order = Ordering::Relaxed;
-        if now_ms.saturating_sub(last_ms) < LOOK.as_millis() as u64
-            || self.looked_ms.compare_exchange(last_ms, now_ms, order, order).is_err()
-        {
-            return;
-        }
-        let mut over = Vec::new();
-        let mut late = Vec::new();
-        self.lock().expire(&self.options, &mut over, &mut late);
-        self.finish_all(over);
-        for Late { ticket, key, queue, submitted } in late {
-            let (backend, waited, bound) = (TierKind::RdmaVerbs, submitted.elapsed(), Bound::Total);
-            let error = Box::new(FetchError::Deadline { key, backend, waited, bound });
-            self.refuse(ticket, key, &queue, submitted, FetchFailure { error, slot: None });
-        }
-    }
-
     // ---- the end ----
 
     pub(super) fn closing(&self) -> bool {
@@ -533,16 +434,7 @@ impl Desk {
     }
 
     /// No state is left half-changed by the code under this lock short of a failed allocation.
-    fn lock(&self) -> MutexGuard<'_, State> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// A request that is to be fetched once more, apart from its slot.
-struct Again {
-    ticket: Ticket,
-    identity: RecordIdentity,
-    queue: CompletionQueue,
-    submitted: Instant,
-    attempts: u32,
 }

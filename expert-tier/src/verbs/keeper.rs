@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use gpu_sys::verbs::AsyncEvent;
-use railset::Backoff;
 use railset::handshake::client::Carry;
+use railset::health::RailSet;
 use rand::Rng;
 
 use super::desk::{Desk, Need, PartChecker};
@@ -96,25 +96,24 @@ fn look_at_events(desk: &Desk, devices: &mut Vec<Arc<Device>>) {
     }
 }
 
-/// The attempts at one rail.
+/// The attempts at one rail, beside what the [`RailSet`] keeps of it.
 struct Attempts {
-    backoff: Backoff,
     due: Instant,
     /// When the last one succeeded.
     up_since: Option<Instant>,
+    /// Whether the rail has ever been there.
+    ever_up: bool,
     /// Why the last one failed; logged when it changes.
     why: String,
 }
 
 /// Sets up rails that are missing, until the backend is closed.
 pub(super) fn connect(desk: &Arc<Desk>, dialler: &Dialler) {
-    let new = || Attempts {
-        backoff: Backoff::new(desk.options.backoff),
-        due: Instant::now(),
-        up_since: Some(Instant::now()),
-        why: String::new(),
-    };
-    let mut slots = [new(), new()];
+    let mut slots = [0, 1].map(|slot| {
+        let (due, ever_up, why) = (Instant::now(), desk.has_slot(slot), String::new());
+        Attempts { due, up_since: Some(due), ever_up, why }
+    });
+    let mut rails = RailSet::new(slots.len(), desk.options.backoff);
     while !desk.closing() {
         let Some(Need { slot, carry }) = desk.need() else {
             desk.pause(LOOK);
@@ -124,16 +123,31 @@ pub(super) fn connect(desk: &Arc<Desk>, dialler: &Dialler) {
         if let Some(since) = attempts.up_since.take() {
             // One that broke at once must not be set up in a tight loop.
             if since.elapsed() > desk.options.deadline {
-                attempts.backoff.succeeded();
+                rails.recovered(slot);
             }
-            attempts.due = Instant::now() + attempts.backoff.failed(rand::rng().next_u32());
+            attempts.due = attempts.next(desk, &mut rails, slot);
         }
         let wait = attempts.due.saturating_duration_since(Instant::now());
         if !wait.is_zero() {
             desk.pause(wait.min(LOOK));
             continue;
         }
-        try_once(desk, dialler, carry, slot, attempts);
+        if let Err(why) = try_once(desk, dialler, carry, slot, attempts) {
+            attempts.due = attempts.next(desk, &mut rails, slot);
+            desk.dial_failed(&why);
+            attempts.why = why;
+        }
+    }
+}
+
+impl Attempts {
+    /// When rail `slot`, which is not there, is to be tried next.
+    fn next(&self, desk: &Desk, rails: &mut RailSet, slot: usize) -> Instant {
+        let wait = match self.ever_up {
+            true => rails.failed(slot, rand::rng().next_u32()).unwrap_or(LOOK),
+            false => desk.options.absent,
+        };
+        Instant::now() + wait
     }
 }
 
@@ -143,23 +157,18 @@ fn try_once(
     carry: Carry,
     slot: usize,
     attempts: &mut Attempts,
-) {
-    match session::dial(desk, dialler, carry, slot) {
-        Ok(opened) => {
-            attempts.up_since = Some(Instant::now());
-            attempts.why.clear();
-            desk.count_reconnect();
-            desk.rail_up(opened);
+) -> Result<(), String> {
+    let opened = session::dial(desk, dialler, carry, slot).map_err(|error| {
+        let why = error.to_string();
+        if why != attempts.why {
+            tracing::warn!(peer = %desk.options.peer, rail = slot, reason = why,
+                "no rail; trying again");
         }
-        Err(error) => {
-            let why = error.to_string();
-            if why != attempts.why {
-                tracing::warn!(peer = %desk.options.peer, rail = slot, reason = why,
-                    "no rail; trying again");
-            }
-            attempts.due = Instant::now() + attempts.backoff.failed(rand::rng().next_u32());
-            desk.dial_failed(&why);
-            attempts.why = why;
-        }
-    }
+        why
+    })?;
+    (attempts.up_since, attempts.ever_up) = (Some(Instant::now()), true);
+    attempts.why.clear();
+    desk.count_reconnect();
+    desk.rail_up(opened);
+    Ok(())
 }

@@ -7,7 +7,8 @@
 //! Bounds, all of them settings:
 //! * Setting up a rail takes at most `connect` for each of connecting, agreeing, and `deadline` for
 //!   trying it out. One that failed is tried again with back-off, at first after `backoff.first_ms`,
-//!   at last every `backoff.most_ms`, while the others carry on.
+//!   at last every `backoff.most_ms`, while the others carry on; a second rail that there has never
+//!   been, every `absent`.
 //! * A rail on which something flies and nothing completes for `deadline` is ended: its queue pairs
 //!   are put in error, so that everything comes back, and what came back flies again on another.
 //!   What has not come back after `drain` ends with the queue pair, which is destroyed.
@@ -25,6 +26,7 @@
 mod call;
 mod desk;
 mod devices;
+mod ends;
 mod keeper;
 mod rail;
 mod rate;
@@ -44,7 +46,6 @@ use railset::pairing::{DualRail, RailWishes};
 
 use crate::arena::{ArenaError, ExpertArena};
 use crate::checker::{Checker, MAX_CHECK_THREADS, default_check_threads};
-use crate::error::FetchFailure;
 use crate::fingerprint::Fingerprint;
 use crate::store::manifest::Manifest;
 use crate::tcp::{DialError, Dialler};
@@ -95,6 +96,9 @@ pub struct VerbsOptions {
     pub check_threads: u32,
     /// Waits between attempts to reconnect.
     pub backoff: BackoffSettings,
+    /// Time between two looks for a second rail that there has never been: where the peer has two
+    /// and this host has one, each look costs both of them a connection.
+    pub absent: Duration,
     /// The secret shared with the peer.
     pub secret: Option<Secret>,
     /// The store that the peer must serve; `None` takes whichever it does.
@@ -118,6 +122,7 @@ impl VerbsOptions {
             attempts: 3,
             check_threads: default_check_threads(),
             backoff: BackoffSettings::default(),
+            absent: Duration::from_secs(30),
             secret: None,
             fingerprint: None,
         }
@@ -263,11 +268,16 @@ impl VerbsTier {
         self.desk.rails_up()
     }
 
-    /// Looks at the rails once, as a caller does that waits in
-    /// [`poll`](ExpertTier::poll); says whether there was anything. For callers with a loop of their
-    /// own that have no completion to wait for.
+    /// Looks at the rails once, as a caller does that waits in [`poll`](ExpertTier::poll), and helps
+    /// with the checking; says whether there was anything. For callers with a loop of their own that
+    /// have no completion to wait for.
     pub fn drive(&self) -> bool {
-        self.drive_once()
+        let found = self.desk.drive(&self.checker);
+        let mut helped = false;
+        while self.checker.help() {
+            helped = true;
+        }
+        found || helped
     }
 
     /// READs in flight when somebody last looked at the rails.
@@ -299,7 +309,7 @@ impl VerbsTier {
         if let Some(popped) = pop(queue, Duration::ZERO) {
             return Some(popped);
         }
-        if self.drive_once()
+        if self.drive()
             && let Some(popped) = pop(queue, Duration::ZERO)
         {
             return Some(popped);
@@ -313,12 +323,12 @@ impl VerbsTier {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 // Somebody who only looks in now and then drives what he has asked for, too.
-                self.drive_once();
+                self.drive();
                 return pop(queue, Duration::ZERO);
             }
             self.desk.expire();
             if self.desk.is_idle() {
-                if !self.drive_once()
+                if !self.drive()
                     && let Some(popped) = pop(queue, left.min(TICK))
                 {
                     return Some(popped);
@@ -343,7 +353,7 @@ impl VerbsTier {
         pop: impl Fn() -> Option<T>,
     ) -> Option<T> {
         loop {
-            let found = self.drive_once();
+            let found = self.drive();
             if let Some(popped) = pop() {
                 return Some(popped);
             }
@@ -362,16 +372,6 @@ impl VerbsTier {
                 std::thread::sleep(NAP);
             }
         }
-    }
-
-    /// Looks at the rails once and helps with the checking; says whether there was anything.
-    fn drive_once(&self) -> bool {
-        let found = self.desk.drive(&self.checker);
-        let mut helped = false;
-        while self.checker.help() {
-            helped = true;
-        }
-        found || helped
     }
 }
 
@@ -419,14 +419,7 @@ impl ExpertTier for VerbsTier {
     fn submit(&self, batch: &mut Vec<FetchRequest>, queue: &CompletionQueue) {
         let submitted = Instant::now();
         for request in batch.drain(..) {
-            let (ticket, key, slot) = request.into_parts();
-            match self.desk.manifest.identity(key) {
-                Ok(identity) => self.desk.take(ticket, identity, slot, queue, submitted),
-                Err(error) => {
-                    let failure = FetchFailure::new(error, slot);
-                    self.desk.refuse(ticket, key, queue, submitted, failure);
-                }
-            }
+            self.desk.take(request, queue, submitted);
         }
         // A device that is a program may do all of the reading while it is told of it; the keeper
         // need not look after the rails meanwhile.

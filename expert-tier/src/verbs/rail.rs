@@ -61,8 +61,10 @@ pub(super) struct Rail {
     lanes: Vec<Lane>,
     /// The registration that was used last: one arena is the rule.
     region: Option<(ArenaId, Arc<MemoryRegion>)>,
-    /// Since when, and why, it takes no more.
+    /// Since when, and why, it is being ended.
     ending: Option<(Instant, String)>,
+    /// Whether it only brings what flies.
+    retiring: bool,
     rate: Rate,
 }
 
@@ -143,6 +145,7 @@ impl PreparedRail {
             lanes,
             region,
             ending,
+            retiring: false,
             rate,
         })
     }
@@ -174,6 +177,26 @@ impl Rail {
         self.table.as_ref()?.place(layer_index, expert, 0)
     }
 
+    /// Bytes per second that it is taken to bring.
+    pub(super) fn bytes_per_s(&self) -> f64 {
+        self.rate.bytes_per_s()
+    }
+
+    /// Takes it to bring no more than that, until it has shown what it brings.
+    pub(super) fn assume_at_most(&mut self, bytes_per_s: f64) {
+        self.rate.assume_at_most(bytes_per_s);
+    }
+
+    /// Whether parts may be posted on it.
+    pub(super) fn takes_more(&self) -> bool {
+        self.ending.is_none() && !self.retiring
+    }
+
+    /// Takes no more from now on.
+    pub(super) fn retire(&mut self) {
+        self.retiring = true;
+    }
+
     /// Seconds until `bytes` that are posted now would have come.
     pub(super) fn ready_in(&self, bytes: usize) -> f64 {
         let picked = self.lanes.iter().flat_map(|lane| &lane.picked);
@@ -198,14 +221,15 @@ impl Rail {
         self.ending.as_ref().map(|(_, why)| why.as_str())
     }
 
-    /// How many could be picked for it, and the queue pair that has the most room.
-    pub(super) fn best_lane(&self) -> Option<(usize, usize)> {
-        if self.ending.is_some() {
+    /// The queue pair that has the most room, if any has some.
+    pub(super) fn best_lane(&self) -> Option<usize> {
+        if !self.takes_more() {
             return None;
         }
         let room = |lane: &Lane| lane.pair.room().saturating_sub(lane.picked.len());
         let lanes = self.lanes.iter().enumerate().map(|(index, lane)| (room(lane), index));
-        lanes.max_by_key(|&(room, index)| (room, usize::MAX - index)).filter(|best| best.0 > 0)
+        let best = lanes.max_by_key(|&(room, index)| (room, usize::MAX - index));
+        best.filter(|&(room, _)| room > 0).map(|(_, index)| index)
     }
 
     /// Puts `part` in line to be read from `remote` on queue pair `lane`.
@@ -214,21 +238,17 @@ impl Rail {
     }
 
     /// Posts what was picked. Parts that could not be posted go to `back`, and the rail ends.
-    pub(super) fn ring(&mut self, back: &mut Vec<Part>) -> usize {
-        let mut posted = 0;
+    pub(super) fn ring(&mut self, back: &mut Vec<Part>) {
         for index in 0..self.lanes.len() {
-            if self.lanes[index].picked.is_empty() {
-                continue;
-            }
-            match self.ring_lane(index, back) {
-                Ok(count) => posted += count,
-                Err(why) => self.end(why),
+            if !self.lanes[index].picked.is_empty()
+                && let Err(why) = self.ring_lane(index, back)
+            {
+                self.end(why);
             }
         }
-        posted
     }
 
-    fn ring_lane(&mut self, index: usize, back: &mut Vec<Part>) -> Result<usize, String> {
+    fn ring_lane(&mut self, index: usize, back: &mut Vec<Part>) -> Result<(), String> {
         let Self { lanes, region, device, rate, .. } = self;
         let Lane { pair, picked, batch, progress } = &mut lanes[index];
         let (mut unreported, mut refused, now) = (0, None, Instant::now());
@@ -266,7 +286,7 @@ impl Rail {
         // All of them fit, for `best_lane` has counted; what is left was refused.
         back.extend(batch.drain(..).map(Post::into_carried));
         match (posted, refused) {
-            (Ok(count), None) => Ok(count),
+            (Ok(_), None) => Ok(()),
             (Ok(_), Some(why)) => Err(why),
             (Err(error), _) => Err(error.to_string()),
         }
@@ -362,10 +382,13 @@ impl Rail {
         }
     }
 
-    /// Whether the rail has ended and nothing flies any more, or has been ending for `drain`.
+    /// Whether the rail has ended or retired and nothing flies any more, or has been ending for
+    /// `drain`.
     pub(super) fn is_over(&self, drain: Duration) -> bool {
-        let over = |since: Instant| self.in_flight() == 0 || since.elapsed() >= drain;
-        self.ending.as_ref().is_some_and(|(since, _)| over(*since))
+        match &self.ending {
+            Some((since, _)) => self.in_flight() == 0 || since.elapsed() >= drain,
+            None => self.retiring && self.in_flight() == 0,
+        }
     }
 
     /// Destroys the queue pairs, after which the device writes nothing of theirs any more; parts

@@ -29,6 +29,15 @@ impl Rate {
         Self { bytes_per_s: bits as f64 / 8.0, flying_bytes: 0, since: None, counted_bytes: 0 }
     }
 
+    pub(super) fn bytes_per_s(&self) -> f64 {
+        self.bytes_per_s
+    }
+
+    /// Takes it for no faster than that, until it has shown how fast it is.
+    pub(super) fn assume_at_most(&mut self, bytes_per_s: f64) {
+        self.bytes_per_s = self.bytes_per_s.min(bytes_per_s);
+    }
+
     /// Seconds until `more` bytes have come behind what is in flight.
     pub(super) fn seconds_for(&self, more: u64) -> f64 {
         (self.flying_bytes + more) as f64 / self.bytes_per_s.max(1.0)
@@ -116,6 +125,24 @@ mod tests {
             }
         }
         assert_eq!((to_fast, to_slow), (20, 10));
+    }
+
+    #[test]
+    fn a_rail_that_comes_back_and_brings_nothing_gets_no_more_than_its_share() {
+        let now = Instant::now();
+        let (mut works, mut dead) = (Rate::new(None), Rate::new(None));
+        let now = send(&mut works, 40, Duration::from_millis(10), now);
+        dead.assume_at_most(works.bytes_per_s());
+        let mut to_dead = 0;
+        for _ in 0..32 {
+            if dead.seconds_for(PART) < works.seconds_for(PART) {
+                dead.posted(PART, now);
+                to_dead += 1;
+            } else {
+                works.posted(PART, now);
+            }
+        }
+        assert!(to_dead <= 16, "{to_dead} of 32");
     }
 
     #[test]

@@ -229,8 +229,8 @@ impl Opening<'_> {
 fn possible(machine: &ClientRails, options: &VerbsOptions) -> usize {
     match machine.one_rail() {
         _ if options.wishes.dual == DualRail::One => 1,
-        None | Some(OneRail::Choose(_) | OneRail::NotRouted) => 2,
-        Some(OneRail::OneLocalRail { .. }) => 1,
+        // Of these the last three may change when a port comes up.
+        None | Some(OneRail::Choose(_) | OneRail::NotRouted | OneRail::OneLocalRail { .. }) => 2,
         Some(OneRail::Wished | OneRail::PeerOffersOne | OneRail::OnePeerRail { .. }) => 1,
     }
 }
@@ -268,8 +268,8 @@ impl Session {
         let (header, body) =
             read_frame(socket, MAX_FRAME_BYTES, &clock).map_err(|error| error.to_string())?;
         if header.frame == FrameType::Drain {
-            // READs go on until the peer closes.
             tracing::info!(peer = %desk.options.peer, "the peer is shutting down");
+            desk.retire_rail(self.rail);
             return Ok(());
         }
         let kind = rails_kind(header.frame, header.status, &body)?;

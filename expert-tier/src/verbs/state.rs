@@ -66,6 +66,10 @@ impl State {
         self.rails.iter().map(Rail::in_flight).sum()
     }
 
+    pub(super) fn has_slot(&self, slot: usize) -> bool {
+        self.rails.iter().any(|rail| rail.slot == slot)
+    }
+
     /// Takes a new call, which goes to the end of the line.
     pub(super) fn add(&mut self, mut call: Call) {
         call.in_line = true;
@@ -149,12 +153,12 @@ impl State {
         };
         let bytes = call.next_part_bytes();
         let soonest =
-            rails.iter().enumerate().filter(|(_, rail)| rail.ending().is_none()).min_by(
+            rails.iter().enumerate().filter(|(_, rail)| rail.takes_more()).min_by(
                 |(_, one), (_, other)| one.ready_in(bytes).total_cmp(&other.ready_in(bytes)),
             );
         // Where the soonest has no room, another would be later still.
         let Some((index, rail)) = soonest else { return Picked::NoRoom };
-        let Some((_, lane)) = rail.best_lane() else { return Picked::NoRoom };
+        let Some(lane) = rail.best_lane() else { return Picked::NoRoom };
         let rail = &mut rails[index];
         let place = rail.place(call.layer_index, call.identity.key.expert);
         let Some(place) = place else {
@@ -211,7 +215,7 @@ impl State {
         }
         self.back = back;
         if found {
-            self.healthy |= self.rails.iter().any(|rail| rail.ending().is_none());
+            self.healthy |= self.rails.iter().any(Rail::takes_more);
         }
         found
     }
