@@ -108,6 +108,7 @@ pub(crate) fn options(peer: impl Into<String>) -> VerbsOptions {
     VerbsOptions {
         connect: Duration::from_secs(3),
         backoff: BackoffSettings { first_ms: 10, most_ms: 100 },
+        absent: Duration::from_millis(100),
         ..VerbsOptions::new(peer)
     }
 }

@@ -10,7 +10,7 @@ use crate::cables::{
     Until, connect, cut, few_at_once, keys, one_rail, options, peer, slow, take_all, unplug,
     wait_flying, wait_queue_pairs,
 };
-use crate::peer_support::{fetch_until_right, submit, wait_until};
+use crate::peer_support::{assert_right, fetch, fetch_until_right, submit, wait_until};
 
 const ROUNDS: usize = 4;
 
@@ -102,6 +102,31 @@ fn one_rail_of_two_that_is_unplugged_costs_no_fetch() {
         let tier = connect(few_at_once(options(peer.address())));
         assert_eq!(break_rails(&tier, &store, 1, || vec![unplug(0)]), 0);
     }
+}
+
+#[test]
+#[ignore = "needs RDMA devices: scripts/test-verbs"]
+fn a_rail_over_which_nothing_comes_is_not_used() {
+    let store = TestStore::mixed(26);
+    let peer = peer(&store);
+    let mut options = options(peer.address());
+    options.deadline = Duration::from_millis(700);
+    let both = cut(&["10.1.0.2", "10.2.0.2"]);
+    let refused = VerbsTier::connect(options.clone()).err().expect("a rail that brings nothing");
+    println!("{refused}");
+    assert!(refused.to_string().contains("UDP port 4791"), "{refused}");
+    drop(both);
+    let second = cut(&["10.2.0.2"]);
+    let tier = connect(options);
+    assert_eq!(tier.rails_up(), 1);
+    let (keys, arena) = (keys(&tier), small_arena(1));
+    for &key in &keys {
+        let fetched = fetch(&tier, &arena, key).expect("by the rail that works");
+        assert_right(&store, key, &fetched);
+    }
+    assert_eq!((tier.rails_up(), tier.reconnects()), (1, 0));
+    drop(second);
+    wait_until("the second rail", || tier.rails_up() == 2);
 }
 
 #[test]

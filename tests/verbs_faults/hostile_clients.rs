@@ -8,13 +8,21 @@ use expert_tier::testing::{TestStore, small_arena};
 use expert_tier::tier::ExpertTier;
 use expert_tier::verbs::VerbsTier;
 use expert_tier::wire::frame::{FrameHeader, FrameType, Status};
+use gpu_sys::verbs::{
+    self, Access, CompletionQueue, Destination, Post, QueuePairOptions, Remote, RemoteAccess,
+    RemoteEnd, Signal, WorkStatus,
+};
 use railset::facts::{Gid, Mtu};
-use railset::message::{Connect, ConnectRail, Psn, Qpn, QueuePairEnd, Request, TableAck};
+use railset::message::{
+    Connect, ConnectRail, Connected, Psn, Qpn, QueuePairEnd, Request, TableAck,
+};
+use railset::table::Table;
 
 use crate::cables::{connect, keys, options, wait_queue_pairs};
 use crate::peer_support::process::Peer;
 use crate::peer_support::raw::Raw;
-use crate::peer_support::{assert_right, fetch, wait_until};
+use crate::peer_support::{BOUND, assert_right, fetch, wait_until};
+use crate::verbs_support::{Block, End, Side, local_end, pages};
 
 /// An honest client beside the others, and what the peer should have left after each of them.
 struct Witness {
@@ -189,5 +197,70 @@ fn queue_pairs_go_with_a_client_that_leaves_at_any_point() {
         wait_queue_pairs(&peer.peer, 4);
     }
     peer.unharmed();
-    let _ = Arc::clone(peer.tier.manifest());
+}
+
+/// What a client that keeps to the handshake and then does as it likes gets to see.
+#[test]
+#[ignore = "needs RDMA devices: scripts/test-verbs"]
+fn published_memory_can_be_read_and_not_written() {
+    let peer = Witness::new(75, &[]);
+    let end = End::open("rxe0");
+    let queue = CompletionQueue::new(end.context(), 16).unwrap();
+    let options = QueuePairOptions {
+        port: 1,
+        send_wr: 16,
+        recv_wr: 0,
+        recv_bytes: 0,
+        inline_bytes: 0,
+        remote_access: RemoteAccess::None,
+    };
+    let prepared = end.prepare(&queue, options);
+    let qpn = Qpn::new(prepared.number()).unwrap();
+    let ours = QueuePairEnd { qpn, psn: Psn::from_random(7) };
+    let rail = ConnectRail {
+        gid: Gid(end.gid()),
+        queue_pairs: vec![ours],
+        mtu: Mtu::B4096,
+        ..rail(0, [10, 1, 0, 1], 1)
+    };
+    let mut raw = peer.offered();
+    raw.send_frame(FrameType::RailsConnect, &connect_to(vec![rail]));
+    let connected = Connected::decode(&raw.read().expect("an answer").1).unwrap();
+    let table = Table::decode(&raw.read().expect("a table").1).unwrap();
+    let (theirs, layer) = (connected.rails[0].queue_pairs[0], &table.layers()[0]);
+    let remote_end = RemoteEnd {
+        queue_pair: theirs.qpn.value(),
+        psn: verbs::Psn::new(theirs.psn.value()),
+        destination: Destination::Ethernet {
+            gid: Ipv4Addr::new(10, 1, 0, 2).to_ipv6_mapped().octets(),
+        },
+        mtu: verbs::Mtu::Bytes4096,
+        max_dest_rd_atomic: connected.rails[0].depth,
+    };
+    let local = local_end(verbs::Psn::new(ours.psn.value()));
+    let queue_pair = prepared.connect(&remote_end, &local).unwrap();
+    let domain = Arc::clone(&end.domain);
+    let mut side = Side { queue_pair, queue, domain, completions: 0 };
+    let mine = pages(4096);
+    let region = side.register(&mine, Access::LocalWrite);
+    let address = layer.columns[0].base + u64::from(layer.slots[0]) * layer.slot_stride;
+    let remote = Remote { address, rkey: layer.columns[0].rkey };
+    let block = || Block::new(&mine, 0, 64);
+    // The first record, header first: the queue pair works, and the place is what it is taken for.
+    let read = Post::read(block(), &region, remote, Signal::Yes).unwrap();
+    side.queue_pair.post(&mut vec![read]).unwrap();
+    assert_eq!(side.drain(BOUND)[0].1, Ok(()));
+    assert_eq!(mine.bytes(0, 8), *b"MTRLEXPR");
+    mine.fill(0x5a);
+    let write = Post::write(block(), &region, remote, Signal::Yes).unwrap();
+    side.queue_pair.post(&mut vec![write]).unwrap();
+    let refused = side.drain(BOUND)[0].1.expect_err("a WRITE to published memory");
+    println!("the WRITE ended as {refused}");
+    // As the device likes: the queue pair allows no WRITE, and neither does the registration.
+    let by_the_peer = [WorkStatus::RemoteAccess, WorkStatus::RemoteInvalidRequest];
+    assert!(by_the_peer.contains(&refused.status), "{refused}");
+    drop((side, raw));
+    peer.unharmed();
+    let (arena, key) = (small_arena(1), keys(&peer.tier)[0]);
+    assert_right(&peer.store, key, &fetch(&peer.tier, &arena, key).expect("as it was"));
 }

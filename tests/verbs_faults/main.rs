@@ -8,6 +8,8 @@
 
 #[path = "../peer_support/mod.rs"]
 mod peer_support;
+#[path = "../../gpu-sys/tests/verbs_support/mod.rs"]
+mod verbs_support;
 
 mod cables;
 mod cuts;

@@ -6,13 +6,16 @@ use std::time::{Duration, Instant};
 
 use expert_tier::error::FetchError;
 use expert_tier::testing::{TestStore, small_arena};
-use expert_tier::tier::ExpertTier;
+use expert_tier::tier::{CompletionQueue, ExpertTier};
 use expert_tier::verbs::VerbsTier;
 use rustix::process::Signal;
 
-use crate::cables::{connect, keys, one_rail, options, peer, slow, wait_queue_pairs};
+use crate::cables::{
+    connect, few_at_once, keys, one_rail, options, peer, slow, take_all, wait_flying,
+    wait_queue_pairs,
+};
 use crate::peer_support::process::{Peer, metrale};
-use crate::peer_support::{assert_right, fetch, fetch_until_right, wait_for, wait_until};
+use crate::peer_support::{assert_right, fetch, fetch_until_right, submit, wait_for, wait_until};
 
 #[test]
 #[ignore = "needs RDMA devices: scripts/test-verbs"]
@@ -29,6 +32,31 @@ fn a_peer_that_comes_back_with_new_keys_is_read_from_again() {
         assert!(tier.reconnects() >= life as u64);
     }
     assert_eq!(arena.free_slots(), 1);
+}
+
+#[test]
+#[ignore = "needs RDMA devices: scripts/test-verbs"]
+fn a_peer_that_shuts_down_is_let_go_when_what_flies_has_landed() {
+    let store = TestStore::mixed(46);
+    let mut peer = peer(&store);
+    let tier = connect(few_at_once(options(peer.address())));
+    let (keys, queue) = (keys(&tier), CompletionQueue::new());
+    let arena = small_arena(keys.len() as u32);
+    let slow = slow();
+    submit(&tier, &arena, &keys, &queue);
+    let flying = wait_flying(&tier);
+    let told = Instant::now();
+    peer.signal(Signal::TERM);
+    let right = take_all(&tier, &queue, keys.len(), &store);
+    assert!(peer.wait().success());
+    println!("{flying} READs flew; {right} right; the peer ended after {:?}", told.elapsed());
+    // What flew came; the peer's own bound, which it would have kept the client for, is 10 s.
+    assert!(flying > 0 && right > 0);
+    assert!(told.elapsed() < Duration::from_secs(8));
+    drop(slow);
+    wait_until("all slots back", || arena.free_slots() == keys.len());
+    peer.restart(&store.path());
+    fetch_until_right(&tier, &arena, &store, keys[0]);
 }
 
 #[test]

@@ -21,8 +21,9 @@ const DELAY: &str = "netem delay 200ms";
 /// Until every packet of a round has arrived, and more.
 const WATCH: Duration = Duration::from_millis(500);
 
-/// Ends requests of which READs fly, in one slot, and gives the slot to another record at once.
-fn reuse_the_slot_of_late_reads(change: impl Fn(&mut VerbsOptions)) -> usize {
+/// Ends requests of which READs fly, in one slot, and gives the slot to another record at once. Says
+/// how often READs still flew, and how often the rail was set up anew.
+fn reuse_the_slot_of_late_reads(change: impl Fn(&mut VerbsOptions)) -> (usize, u64) {
     let store = TestStore::new(1, 2, &[700_001], 11);
     let peer = peer(&store);
     let mut options = one_rail(peer.address());
@@ -60,28 +61,30 @@ fn reuse_the_slot_of_late_reads(change: impl Fn(&mut VerbsOptions)) -> usize {
     }
     drop(fetch(&tier, &arena, LATE));
     assert_eq!(arena.free_slots(), 1);
-    overlaps
+    (overlaps, tier.reconnects())
 }
 
 #[test]
 #[ignore = "needs RDMA devices: scripts/test-verbs"]
 fn a_slot_is_not_free_before_reads_that_outlast_their_request_have_landed() {
-    let overlaps = reuse_the_slot_of_late_reads(|options| {
+    let (overlaps, reconnects) = reuse_the_slot_of_late_reads(|options| {
         options.total = Duration::from_millis(60);
     });
     println!("{overlaps} of {ROUNDS} requests ended with READs in flight");
     assert!(overlaps > 0);
+    assert_eq!(reconnects, 0, "the READs were to land");
 }
 
 #[test]
 #[ignore = "needs RDMA devices: scripts/test-verbs"]
 fn reads_flushed_from_a_rail_that_missed_its_deadline_write_nothing_afterwards() {
-    let overlaps = reuse_the_slot_of_late_reads(|options| {
+    let (overlaps, reconnects) = reuse_the_slot_of_late_reads(|options| {
         options.total = Duration::from_millis(60);
         options.deadline = Duration::from_millis(120);
     });
-    println!("{overlaps} of {ROUNDS} requests ended with READs in flight");
+    println!("{overlaps} of {ROUNDS} requests ended with READs in flight; {reconnects} reconnects");
     assert!(overlaps > 0);
+    assert!(reconnects > 0, "the READs were to be flushed");
 }
 
 #[test]

@@ -103,21 +103,35 @@ impl End {
         Self { domain: ProtectionDomain::new(&context).unwrap() }
     }
 
-    fn context(&self) -> &Arc<Context> {
+    pub(crate) fn context(&self) -> &Arc<Context> {
         self.domain.context()
     }
 
-    fn gid(&self) -> [u8; 16] {
+    pub(crate) fn gid(&self) -> [u8; 16] {
         let gids = self.context().gids(1).unwrap();
         gids.into_iter().find(|entry| entry.index == u32::from(GID)).unwrap().gid
     }
 
-    fn prepare(
+    pub(crate) fn prepare(
         &self,
         queue: &Arc<CompletionQueue>,
         options: QueuePairOptions,
     ) -> PreparedQueuePair<Block> {
         QueuePair::prepare(&self.domain, queue, queue, options).unwrap()
+    }
+}
+
+/// This end of a connection that starts with `psn`, as patient as the devices' defaults are.
+pub(crate) fn local_end(psn: Psn) -> LocalEnd {
+    LocalEnd {
+        gid_index: GID,
+        psn,
+        max_rd_atomic: 16,
+        max_dest_rd_atomic: 16,
+        ack_timeout: AckTimeout::default(),
+        retries: Retries::default(),
+        rnr_retries: Retries::default(),
+        min_rnr_timer: MinRnrTimer::default(),
     }
 }
 
@@ -234,20 +248,10 @@ impl Pair {
             mtu: end.context().port(1).unwrap().active_mtu,
             max_dest_rd_atomic: 16,
         };
-        let local = |psn: Psn| LocalEnd {
-            gid_index: GID,
-            psn,
-            max_rd_atomic: 16,
-            max_dest_rd_atomic: 16,
-            ack_timeout: AckTimeout::default(),
-            retries: Retries::default(),
-            rnr_retries: Retries::default(),
-            min_rnr_timer: MinRnrTimer::default(),
-        };
         let near_end = end(near, near_prepared.number(), near_psn);
         let far_end = end(&far, far_prepared.number(), far_psn);
-        let near_pair = near_prepared.connect(&far_end, &local(near_psn)).unwrap();
-        let far_pair = far_prepared.connect(&near_end, &local(far_psn)).unwrap();
+        let near_pair = near_prepared.connect(&far_end, &local_end(near_psn)).unwrap();
+        let far_pair = far_prepared.connect(&near_end, &local_end(far_psn)).unwrap();
         let side = |queue_pair, queue: &Arc<CompletionQueue>, end: &End| Side {
             queue_pair,
             queue: Arc::clone(queue),
