@@ -20,7 +20,9 @@ use serde_json::Value;
 
 use peer_support::log::Logged;
 use peer_support::process::{Peer, metrale};
-use peer_support::{BOUND, assert_right, keys, options, slot, small_store, wait_for};
+use peer_support::{
+    BOUND, assert_right, fetch_all_right, keys, options, slot, small_store, wait_for,
+};
 
 /// The backend over TCP to `peer` with the store's own files behind it.
 fn tcp_then_posix(peer: &Peer, store: &TestStore) -> FallbackTier {
@@ -32,28 +34,17 @@ fn tcp_then_posix(peer: &Peer, store: &TestStore) -> FallbackTier {
     FallbackTier::open(ways, options).expect("two open ways")
 }
 
-/// Fetches `keys` as a batch, all of which must come and be right; counts by TCP and local ones.
+/// Fetches `keys` as a batch, all of which must come and be right; counts how many came which way.
 fn fetch_all(
     tier: &FallbackTier,
     arena: &ExpertArena,
     keys: &[ExpertKey],
     store: &TestStore,
 ) -> (usize, usize) {
-    let queue = CompletionQueue::new();
-    let mut batch: Vec<_> = keys.iter().map(|&key| FetchRequest::new(key, slot(arena))).collect();
-    tier.submit(&mut batch, &queue);
-    let (mut tcp, mut local) = (0, 0);
-    for _ in keys {
-        let completion = tier.poll(&queue, BOUND).expect("a completion in time");
-        let fetched = completion.outcome.unwrap_or_else(|failure| panic!("{failure}"));
-        assert_right(store, completion.key, &fetched);
-        match fetched.source {
-            Source::Tcp => tcp += 1,
-            Source::Local => local += 1,
-            other => panic!("{other:?}"),
-        }
-    }
-    (tcp, local)
+    let sources = fetch_all_right(tier, arena, keys, store, BOUND);
+    let first = sources.iter().filter(|source| **source == Source::Tcp).count();
+    assert!(sources.iter().all(|s| matches!(s, Source::Tcp | Source::Local)), "{sources:?}");
+    (first, sources.len() - first)
 }
 
 #[test]

@@ -2,9 +2,11 @@
 //! here.
 #![cfg(metrale_rdma_verbs)]
 
+#[path = "verbs_faults/cables.rs"]
+#[allow(dead_code, reason = "each test program uses its own part of this module")]
+mod cables;
 mod peer_support;
 
-use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -13,62 +15,28 @@ use expert_tier::fallback::{FallbackOptions, FallbackTier, WayPlan};
 use expert_tier::key::ExpertKey;
 use expert_tier::tcp::TcpTier;
 use expert_tier::testing::{TestStore, small_arena};
-use expert_tier::tier::{CompletionQueue, ExpertTier, FetchRequest, Source};
+use expert_tier::tier::{ExpertTier, Source};
 use expert_tier::verbs::{VerbsOptions, VerbsTier};
 
+use cables::cut;
 use peer_support::log::Logged;
 use peer_support::process::Peer;
-use peer_support::{assert_right, keys, options, slot};
+use peer_support::{fetch_all_right, keys, options};
 
 /// Longest wait for anything that must happen: the guest is slow.
 const BOUND: Duration = Duration::from_secs(120);
 
-fn nft(what: &str) {
-    let status = Command::new("nft").arg(what).status().expect("the guest has nft");
-    assert!(status.success(), "nft {what:?} failed");
-}
-
-/// Drops every packet of RoCEv2 on both rails until its end; the control connection goes over
-/// loopback's TCP.
-struct Cut;
-
-impl Cut {
-    fn both_rails() -> Self {
-        let rules = "table ip cut {\nchain c {\ntype filter hook input priority 0;\n\
-                     udp dport 4791 drop\n}\n}\n";
-        nft(rules);
-        Self
-    }
-}
-
-impl Drop for Cut {
-    fn drop(&mut self) {
-        nft("delete table ip cut");
-    }
-}
-
-/// Fetches `keys` as a batch, all of which must come and be right; counts those READ and by TCP.
+/// Fetches `keys` as a batch, all of which must come and be right; counts how many came which way.
 fn fetch_all(
     tier: &FallbackTier,
     arena: &ExpertArena,
     keys: &[ExpertKey],
     store: &TestStore,
 ) -> (usize, usize) {
-    let queue = CompletionQueue::new();
-    let mut batch: Vec<_> = keys.iter().map(|&key| FetchRequest::new(key, slot(arena))).collect();
-    tier.submit(&mut batch, &queue);
-    let (mut read, mut tcp) = (0, 0);
-    for _ in keys {
-        let completion = tier.poll(&queue, BOUND).expect("a completion in time");
-        let fetched = completion.outcome.unwrap_or_else(|failure| panic!("{failure}"));
-        assert_right(store, completion.key, &fetched);
-        match fetched.source {
-            Source::Read => read += 1,
-            Source::Tcp => tcp += 1,
-            other => panic!("{other:?}"),
-        }
-    }
-    (read, tcp)
+    let sources = fetch_all_right(tier, arena, keys, store, BOUND);
+    let first = sources.iter().filter(|source| **source == Source::Read).count();
+    assert!(sources.iter().all(|s| matches!(s, Source::Read | Source::Tcp)), "{sources:?}");
+    (first, sources.len() - first)
 }
 
 #[test]
@@ -89,7 +57,7 @@ fn rails_that_are_cut_cost_no_fetch_and_are_used_again_when_they_are_whole() {
     tier.use_arena(&arena);
     let lines = |text: &str| logged.lines().iter().filter(|line| line.contains(text)).count();
     assert_eq!(fetch_all(&tier, &arena, &keys, &store), (keys.len(), 0));
-    let cut = Cut::both_rails();
+    let cut = cut(&["10.1.0.2", "10.2.0.2"]);
     let start = Instant::now();
     let mut over_tcp = 0;
     // For long enough that the rails are tried again while they are cut.

@@ -16,7 +16,9 @@ use expert_tier::key::ExpertKey;
 use expert_tier::store::manifest::Manifest;
 use expert_tier::tcp::TcpOptions;
 use expert_tier::testing::TestStore;
-use expert_tier::tier::{Completion, CompletionQueue, ExpertTier, FetchRequest, Fetched, Ticket};
+use expert_tier::tier::{
+    Completion, CompletionQueue, ExpertTier, FetchRequest, Fetched, Source, Ticket,
+};
 use railset::BackoffSettings;
 
 /// Longest wait for anything that must happen; only a failing test waits this long.
@@ -103,6 +105,26 @@ pub(crate) fn fetch_batch(
     let queue = CompletionQueue::new();
     submit(tier, arena, keys, &queue);
     keys.iter().map(|_| next(tier, &queue)).collect()
+}
+
+/// Fetches `keys` as one batch, all of which must come within `bound` each and be right; says where
+/// from.
+pub(crate) fn fetch_all_right(
+    tier: &impl ExpertTier,
+    arena: &ExpertArena,
+    keys: &[ExpertKey],
+    store: &TestStore,
+    bound: Duration,
+) -> Vec<Source> {
+    let queue = CompletionQueue::new();
+    submit(tier, arena, keys, &queue);
+    let take = |_| {
+        let completion = tier.poll(&queue, bound).expect("a completion in time");
+        let fetched = completion.outcome.unwrap_or_else(|failure| panic!("{failure}"));
+        assert_right(store, completion.key, &fetched);
+        fetched.source
+    };
+    keys.iter().map(take).collect()
 }
 
 /// Fails unless `fetched` is what `key` of `store` must be.
