@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use anyhow::anyhow;
 use expert_peer::cli::{HostPort, UsageError, read_secret, store_error};
+use expert_peer::values::ByteSize;
 use expert_tier::arena::{ArenaError, ArenaOptions, ExpertArena};
 use expert_tier::checker::{MAX_CHECK_THREADS, default_check_threads};
 use expert_tier::fingerprint::Fingerprint;
@@ -31,7 +32,6 @@ use gpu_sys::pinned::{HugePages, NumaPlacement, PinError};
 use railset::choose::Wish;
 use railset::pairing::{DualRail, RailWishes};
 
-use crate::values::ByteSize;
 use fallback::FallbackList;
 
 /// Flags shared by everything that fetches.

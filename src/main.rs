@@ -8,7 +8,6 @@ mod backend;
 mod commands;
 mod output;
 mod signals;
-mod values;
 mod whole_file;
 
 use std::process::ExitCode;

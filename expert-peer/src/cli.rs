@@ -19,6 +19,8 @@ pub use crate::program::{
 #[cfg(metrale_rdma_verbs)]
 use crate::rails::RailsWish;
 use crate::server::{Exposure, PeerError, PeerOptions, Server, Shutdown};
+#[cfg(metrale_rdma_verbs)]
+use crate::values::ByteSize;
 use crate::{meters, metrics_http};
 
 /// Flags of a peer.
@@ -45,6 +47,11 @@ pub struct RunArgs {
     #[cfg(metrale_rdma_verbs)]
     #[arg(long = "rail", value_name = "DEV[:GID]")]
     rails: Vec<String>,
+    /// Most memory for the records that clients READ, as in 64GiB; the other records lie on disk
+    /// alone and are sent when they are asked for [default: all records]
+    #[cfg(metrale_rdma_verbs)]
+    #[arg(long, value_name = "BYTES")]
+    dram_budget: Option<ByteSize>,
     /// Serve Prometheus metrics at http://HOST:PORT/metrics
     #[arg(long, value_name = "HOST:PORT")]
     metrics_listen: Option<HostPort>,
@@ -125,6 +132,8 @@ fn options(args: &RunArgs) -> anyhow::Result<PeerOptions> {
         drain: Duration::from_millis(args.drain_ms),
         #[cfg(metrale_rdma_verbs)]
         rails: rails(&args.rails)?,
+        #[cfg(metrale_rdma_verbs)]
+        dram_budget: args.dram_budget.map(|budget| budget.0),
         ..PeerOptions::new(store)
     })
 }

@@ -10,6 +10,8 @@
 
 pub mod cli;
 mod connection;
+#[cfg(metrale_rdma_verbs)]
+mod ledger;
 mod meters;
 mod metrics_http;
 mod program;
@@ -19,6 +21,7 @@ mod registry;
 mod sendfile;
 mod server;
 mod status;
+pub mod values;
 
 #[cfg(metrale_rdma_verbs)]
 pub use rails::{RailsError, RailsWish};

@@ -47,6 +47,9 @@ pub struct PeerOptions {
     /// Which rails to serve.
     #[cfg(metrale_rdma_verbs)]
     pub rails: RailsWish,
+    /// Most bytes of memory for the records that clients READ; `None` for all of them.
+    #[cfg(metrale_rdma_verbs)]
+    pub dram_budget: Option<u64>,
 }
 
 /// Whether a peer may be reached by others without proof.
@@ -73,6 +76,8 @@ impl PeerOptions {
             drain: Duration::from_secs(10),
             #[cfg(metrale_rdma_verbs)]
             rails: RailsWish::default(),
+            #[cfg(metrale_rdma_verbs)]
+            dram_budget: None,
         }
     }
 }
@@ -182,7 +187,7 @@ impl Server {
         });
         let (address, listener) = bound.map_err(|source| PeerError::Listen { listen, source })?;
         #[cfg(metrale_rdma_verbs)]
-        let published = Published::new(&store, &options.rails)?.map(Arc::new);
+        let published = Published::new(&store, &options.rails, options.dram_budget)?.map(Arc::new);
         let registry = Registry::new(options.max_clients.max(1) as usize);
         let (tally, sendfile) = (Tally::new(), Sendfile::new());
         let shared = Shared {

@@ -4,9 +4,10 @@
 
 use libfuzzer_sys::fuzz_target;
 use railset::message::{
-    Connect, Connected, Kind, MAX_LID, MAX_QPS_PER_RAIL, MAX_RAILS, Offer, QueuePairEnd, Request,
-    TableAck,
+    Connect, Connected, Damaged, Kind, MAX_CREDITS, MAX_LID, MAX_QPS_PER_RAIL, MAX_RAILS,
+    MAX_USAGE, Offer, QueuePairEnd, RANGE_BYTES, Request, TableAck, Usage,
 };
+use railset::push::{PushRequest, Receipt};
 
 fuzz_target!(|bytes: &[u8]| {
     if Request::decode(bytes).is_ok() {
@@ -17,10 +18,30 @@ fuzz_target!(|bytes: &[u8]| {
         assert_eq!(ack.encode(), bytes);
         sized(Kind::TableAck, bytes);
     }
+    if let Ok(damaged) = Damaged::decode(bytes) {
+        assert_eq!(damaged.encode(), bytes);
+        sized(Kind::Damaged, bytes);
+    }
+    if let Ok(usage) = Usage::decode(bytes) {
+        assert_eq!(usage.encode(), bytes, "a report has one form");
+        sized(Kind::Usage, bytes);
+        assert!(usage.entries.len() <= MAX_USAGE);
+    }
+    if let Ok(request) = PushRequest::decode(bytes) {
+        let (message, length) = request.encode();
+        assert_eq!(&message[..length], bytes, "a request has one form");
+    }
+    if let Ok(receipt) = Receipt::decode(bytes) {
+        assert_eq!(receipt.encode(), bytes, "a receipt has one form");
+    }
     if let Ok(offer) = Offer::decode(bytes) {
         assert_eq!(offer.encode(), bytes, "an offer has one form");
         sized(Kind::Offer, bytes);
         assert!((1..=MAX_RAILS).contains(&offer.rails.len()) && offer.slot_bytes > 0);
+        if let Some(spill) = offer.spill {
+            assert!((1..=MAX_CREDITS).contains(&spill.credits));
+            assert!(RANGE_BYTES.contains(&spill.range_bytes));
+        }
         for rail in &offer.rails {
             assert!(rail.lid <= MAX_LID && rail.depth > 0 && rail.port > 0);
             let allowed = usize::from(rail.most_queue_pairs);

@@ -9,9 +9,12 @@ use metrale_fuzz::rails::{ends, messages, peer_rails, table};
 use railset::facts::Mtu;
 use railset::handshake::HandshakeError;
 use railset::handshake::peer::{PeerAction, PeerHandshake, PeerRails, PeerWaits};
+use railset::message::{MAX_USAGE, SpillTerms, Transfer};
 
 static RAILS: LazyLock<Arc<PeerRails>> =
-    LazyLock::new(|| Arc::new(PeerRails::new(&peer_rails(), 4, 1, 1, 4096)));
+    LazyLock::new(|| Arc::new(PeerRails::new(&peer_rails(), 4, 1, 1, 4096, Some(TERMS))));
+
+const TERMS: SpillTerms = SpillTerms { transfer: Transfer::Push, credits: 8, range_bytes: 1 << 20 };
 
 fuzz_target!(|bytes: &[u8]| {
     let mut peer = PeerHandshake::new(Arc::clone(&RAILS));
@@ -51,6 +54,8 @@ fn drive(peer: &mut PeerHandshake, actions: Vec<PeerAction>) -> Result<(), Hands
             PeerAction::Acknowledged(generation) => {
                 assert_eq!(peer.acknowledged(), Some(generation));
             }
+            PeerAction::Usage(usage) => assert!(usage.entries.len() <= MAX_USAGE),
+            PeerAction::Damaged(_) => {}
         }
     }
     Ok(())

@@ -8,6 +8,7 @@ pub mod cuda;
 pub mod env;
 pub mod limits;
 pub mod pinned;
+pub mod slots;
 pub mod usage;
 #[cfg(metrale_rdma_verbs)]
 pub mod verbs;

@@ -23,6 +23,7 @@ pub mod handshake;
 pub mod health;
 pub mod message;
 pub mod pairing;
+pub mod push;
 pub mod table;
 #[cfg(test)]
 mod testing;

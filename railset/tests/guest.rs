@@ -46,7 +46,7 @@ fn each_rail_leaves_from_the_port_that_the_kernel_would_use() {
     let wishes: Vec<Wish> = ["rxe0p", "rxe1p"].map(|name| name.parse().unwrap()).into();
     let rails = serve_rails(&devices, &wishes).unwrap();
     let specs: Vec<_> = rails.into_iter().map(|rail| rail.spec).collect();
-    let offer = PeerRails::new(&specs, 4, 1, 1, 4096).offer().clone();
+    let offer = PeerRails::new(&specs, 4, 1, 1, 4096, None).offer().clone();
     let peers: Vec<Gid> = offer.rails.iter().map(|rail| rail.gid).collect();
     let sources: Vec<_> = peers.iter().map(source_towards).collect();
     assert_eq!(sources, [Some(ip("10.1.0.1")), Some(ip("10.2.0.1"))]);

@@ -87,6 +87,7 @@ fn rail(index: u8, address: [u8; 4], queue_pairs: u32) -> ConnectRail {
         mtu: Mtu::B1024,
         depth: 4,
         queue_pairs: (0..queue_pairs).map(end).collect(),
+        push: false,
     }
 }
 

@@ -67,13 +67,14 @@ impl RailClient {
                 PeerAction::Acknowledged(generation) => {
                     tracing::debug!(generation, "a client uses the table");
                 }
+                PeerAction::Usage(_) | PeerAction::Damaged(_) => {}
             }
         }
         Ok(answers)
     }
 
     fn create(&mut self, create: &CreateConnected) -> Result<Vec<QueuePairEnd>, ClientEnd> {
-        let CreateConnected { local, bring_up } = create;
+        let CreateConnected { local, bring_up, .. } = create;
         let domain = &self.published.domains[usize::from(bring_up.index)];
         // Nothing is posted, but a queue pair without a place for one request cannot be made.
         let count = bring_up.remote.len() as u32;

@@ -24,8 +24,9 @@ use railset::driver;
 use railset::handshake::peer::PeerRails;
 use railset::message::MAX_QPS_PER_RAIL;
 use railset::pairing::{ServeError, serve_rails};
-use railset::table::{Column, LayerTable, Table, TableError};
+use railset::table::{Column, LayerTable, SPILLED, Table, TableError};
 
+use crate::ledger::Ledger;
 pub(crate) use client::{ClientEnd, RailClient};
 use resident::Plan;
 
@@ -58,6 +59,17 @@ pub enum RailsError {
     TooLarge {
         /// Bytes needed.
         bytes: u64,
+    },
+    /// The budget holds not even one record.
+    #[error(
+        "--dram-budget {} is less than one record of the largest layer: give {} or more",
+        Bytes(*budget), Bytes(*slot_bytes)
+    )]
+    Budget {
+        /// Bytes allowed.
+        budget: u64,
+        /// Bytes of a slot.
+        slot_bytes: u64,
     },
     /// Registering would go over the locked-memory limit.
     #[error(
@@ -117,6 +129,7 @@ pub(crate) struct Published {
     domains: Vec<Arc<ProtectionDomain>>,
     table: Table,
     plan: Plan,
+    ledger: Arc<Ledger>,
     // Holds the memory; registrations hold it too, and go first.
     _regions: Vec<MemoryRegion>,
 }
@@ -130,9 +143,13 @@ struct Served {
 impl Published {
     /// Reads, registers and describes all of `store`; `None` where there is no rail and none was
     /// asked for.
-    pub(crate) fn new(store: &ExpertStore, wish: &RailsWish) -> Result<Option<Self>, RailsError> {
+    pub(crate) fn new(
+        store: &ExpertStore,
+        wish: &RailsWish,
+        dram_budget: Option<u64>,
+    ) -> Result<Option<Self>, RailsError> {
         let Some((library, specs)) = find_rails(wish)? else { return Ok(None) };
-        let plan = Plan::of(store);
+        let plan = Plan::of(store, dram_budget)?;
         let (served, of_rail) = open_devices(&library, &specs)?;
         let most = |device: &Served| {
             (device.context.name().to_owned(), device.context.limits().max_mr_size)
@@ -144,9 +161,11 @@ impl Published {
         let table = describe(store, plan, &of_rail, &regions)?;
         let layers = table.layers().len() as u32;
         let most_pairs = MAX_QPS_PER_RAIL as u8;
-        let rails = PeerRails::new(&specs, most_pairs, layers, GENERATION, plan.slot_bytes);
+        let rails =
+            PeerRails::new(&specs, most_pairs, layers, GENERATION, plan.slot_bytes, plan.spill());
         let domains = of_rail.iter().map(|&device| Arc::clone(&served[device].domain)).collect();
-        Ok(Some(Self { rails: Arc::new(rails), domains, table, plan, _regions: regions }))
+        let (rails, ledger) = (Arc::new(rails), Arc::new(Ledger::new(store.manifest())));
+        Ok(Some(Self { rails, domains, table, plan, ledger, _regions: regions }))
     }
 
     /// Devices of the rails, in the order of the offer.
@@ -155,6 +174,11 @@ impl Published {
             format!("{} port {} ({})", rail.device, rail.port, rail.gid)
         };
         self.rails.offer().rails.iter().map(name).collect()
+    }
+
+    /// What is known of each record.
+    pub(crate) fn ledger(&self) -> &Arc<Ledger> {
+        &self.ledger
     }
 
     /// Records held in memory, and the bytes of the region that holds them.
@@ -258,7 +282,7 @@ fn register(
     })
 }
 
-/// The table: record `n` is in slot `n`, whatever its layer.
+/// The table: record `n` is in slot `n`, whatever its layer, as far as there are slots.
 fn describe(
     store: &ExpertStore,
     plan: Plan,
@@ -269,15 +293,16 @@ fn describe(
         .iter()
         .map(|&device| Column { base: regions[device].address(), rkey: regions[device].rkey() })
         .collect();
-    let mut next = 0;
+    let (mut next, slots) = (0, plan.slots as u32);
     let layers = store.manifest().layout().layers().iter().map(|layer| {
         let first = next;
         next += layer.experts();
+        let slot = |record| if record < slots { record } else { SPILLED };
         LayerTable {
             layer: layer.layer(),
             slot_stride: plan.slot_bytes,
             columns: columns.clone(),
-            slots: (first..next).collect(),
+            slots: (first..next).map(slot).collect(),
         }
     });
     Table::new(GENERATION, layers.collect()).map_err(|source| RailsError::Table { source })

@@ -13,7 +13,16 @@ use expert_tier::store::ExpertStore;
 use gpu_sys::limits::Bytes;
 use gpu_sys::pinned::{HugePages, NumaPlacement, PinnedOptions, PinnedPages};
 
+use railset::message::{SpillTerms, Transfer};
+
 use super::RailsError;
+
+/// Requests for spilled records that a client may have under way on a rail: enough to keep the disk
+/// and the rail busy at once, few enough that a client's share of the buffers is small.
+pub(super) const CREDITS: u16 = 32;
+/// Most bytes of one such request: large enough that its messages cost little beside it, small enough
+/// that clients take turns.
+pub(super) const RANGE_BYTES: u32 = 1 << 20;
 
 /// Most threads that read the store at start.
 const MAX_READERS: usize = 8;
@@ -25,13 +34,30 @@ const PROGRESS_INTERVAL: Duration = Duration::from_secs(5);
 pub(super) struct Plan {
     pub(super) slot_bytes: u64,
     pub(super) slots: u64,
+    /// Records of the store.
+    pub(super) records: u64,
 }
 
 impl Plan {
-    /// Slots for all of `store`.
-    pub(super) fn of(store: &ExpertStore) -> Self {
+    /// Slots for as much of `store` as `budget` allows.
+    pub(super) fn of(store: &ExpertStore, budget: Option<u64>) -> Result<Self, RailsError> {
         let layout = store.manifest().layout();
-        Self { slot_bytes: layout.max_stride(), slots: layout.records() }
+        let (slot_bytes, records) = (layout.max_stride(), layout.records());
+        let slots = match budget {
+            None => records,
+            Some(budget) if budget < slot_bytes => {
+                return Err(RailsError::Budget { budget, slot_bytes });
+            }
+            Some(budget) => records.min(budget / slot_bytes),
+        };
+        Ok(Self { slot_bytes, slots, records })
+    }
+
+    /// How the records come that have no slot, if there are any.
+    pub(super) fn spill(&self) -> Option<SpillTerms> {
+        let terms =
+            SpillTerms { transfer: Transfer::Push, credits: CREDITS, range_bytes: RANGE_BYTES };
+        (self.slots < self.records).then_some(terms)
     }
 
     pub(super) fn bytes(&self) -> u64 {
@@ -48,7 +74,8 @@ pub(super) fn load(store: &ExpertStore, plan: Plan) -> Result<PinnedPages, Rails
     let (huge_pages, numa) = (HugePages::Prefer, NumaPlacement::default());
     let options = PinnedOptions { bytes: length, huge_pages, numa };
     let mut pages = PinnedPages::new(&options).map_err(|source| RailsError::Pin { source })?;
-    let keys: Vec<ExpertKey> = store.manifest().layout().keys().collect();
+    let resident = plan.slots as usize;
+    let keys: Vec<ExpertKey> = store.manifest().layout().keys().take(resident).collect();
     let slots: Vec<Mutex<&mut [u8]>> =
         pages.bytes_mut().chunks_exact_mut(slot_bytes).take(keys.len()).map(Mutex::new).collect();
     let progress = Progress::new(keys.len() as u64);

@@ -91,6 +91,10 @@ wire_enum! {
         RailsTable = 28,
         /// Client: I use the table of this generation and no older one.
         RailsTableAck = 29,
+        /// Client: how often I have read which experts since the last report.
+        RailsUsage = 30,
+        /// Client: the bytes of this expert were not its record's.
+        RailsDamaged = 31,
         /// Peer: I will not serve you, with the reason; the connection closes.
         Refusal = 32,
         /// Peer: I am shutting down; requests already sent are still answered.
@@ -118,6 +122,8 @@ impl FrameType {
             Self::RailsConnected => rails(Kind::Connected),
             Self::RailsTable => rails(Kind::Table),
             Self::RailsTableAck => rails(Kind::TableAck),
+            Self::RailsUsage => rails(Kind::Usage),
+            Self::RailsDamaged => rails(Kind::Damaged),
             Self::ManifestRequest | Self::Attached | Self::StatusRequest | Self::Drain => (0, 0),
         }
     }
@@ -138,6 +144,8 @@ impl From<Kind> for FrameType {
             Kind::Connected => Self::RailsConnected,
             Kind::Table => Self::RailsTable,
             Kind::TableAck => Self::RailsTableAck,
+            Kind::Usage => Self::RailsUsage,
+            Kind::Damaged => Self::RailsDamaged,
         }
     }
 }

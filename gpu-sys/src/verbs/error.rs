@@ -71,6 +71,14 @@ pub enum VerbsError {
         /// Length of the memory.
         bytes: usize,
     },
+    /// Memory that nobody is to write to was to be registered for writing.
+    #[error("memory that is only read cannot be registered with {device} for {access:?}")]
+    ReadOnly {
+        /// The device.
+        device: String,
+        /// What was asked for.
+        access: super::Access,
+    },
     /// The device does not register that much at once.
     #[error(
         "{device} registers at most {} at once, {} were asked for: lower the arena \

@@ -63,6 +63,12 @@ pub(super) fn library(sysfs: &Path) -> Arc<Library> {
 }
 
 /// A completion as the device would write it.
+/// A device of the fake, open.
+pub(crate) fn device() -> Arc<super::Context> {
+    library(Path::new("/absent")).open_device("fake0").unwrap()
+}
+
+/// A completion as the device writes it.
 pub(super) fn completion(work: u64, status: c_uint) -> ffi::ibv_wc {
     let mut raw = ffi::ibv_wc::zeroed();
     raw.wr_id = work;

@@ -23,6 +23,12 @@ use crate::pinned::PinnedPages;
 pub unsafe trait Memory: Send + Sync {
     /// The region's start and length in bytes.
     fn region(&self) -> (NonNull<u8>, usize);
+
+    /// Whether devices and peers may be let write there. Where not, only [`Access::LocalRead`] and
+    /// [`Access::RemoteRead`] are to be had.
+    fn takes_writes(&self) -> bool {
+        true
+    }
 }
 
 // SAFETY: one mapping, made once and unmapped when dropped; only its address is given out.
@@ -46,6 +52,11 @@ pub enum Access {
 }
 
 impl Access {
+    /// Whether it lets anybody write.
+    fn writes(self) -> bool {
+        matches!(self, Self::LocalWrite | Self::RemoteWrite)
+    }
+
     fn flags(self) -> u32 {
         let set = |flag: flags| flag.0;
         match self {
@@ -160,6 +171,9 @@ impl MemoryRegion {
             return Err(VerbsError::Range { start: range.start, end: range.end, bytes: whole });
         }
         let context = &domain.context;
+        if access.writes() && !memory.takes_writes() {
+            return Err(VerbsError::ReadOnly { device: context.name().to_owned(), access });
+        }
         let (bytes, max_bytes) = (range.len(), context.limits().max_mr_size);
         if bytes as u64 > max_bytes {
             let device = context.name().to_owned();

@@ -45,6 +45,8 @@ pub use completion::{CompletionChannel, CompletionQueue, Completions, WorkComple
 pub use context::{Context, DeviceLimits};
 pub use error::{ConnectError, DeregError, PostError, PostRefused, SettleError, VerbsError};
 pub use events::AsyncEvent;
+#[cfg(test)]
+pub(crate) use fake::device as fake_device;
 pub use file_pages::{FilePages, probe_file_pages};
 pub use library::{DeviceListing, Library};
 pub use memory::{Access, Memory, MemoryRegion, ProtectionDomain};

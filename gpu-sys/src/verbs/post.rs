@@ -24,6 +24,13 @@ pub unsafe trait Landing {
     fn landing(&self) -> (NonNull<u8>, usize);
 }
 
+// SAFETY: the bytes of what is there, and none where nothing is.
+unsafe impl<T: Landing> Landing for Option<T> {
+    fn landing(&self) -> (NonNull<u8>, usize) {
+        self.as_ref().map_or((NonNull::dangling(), 0), T::landing)
+    }
+}
+
 /// Owns, or shares, bytes that a WRITE may come from.
 ///
 /// # Safety

@@ -9,7 +9,7 @@ use crate::facts::{DeviceFacts, Gid};
 use crate::message::OfferedRail;
 use crate::message::{
     Connect, ConnectRail, Connected, ConnectedRail, Kind, MAX_QPS_PER_RAIL, Offer, QueuePairEnd,
-    Request, TableAck,
+    Request, SpillTerms, TableAck,
 };
 use crate::pairing::{DualRail, OneRail, PairError, Pairing, RailPair, RailWishes, pair};
 use crate::table::{CheckedTable, LayerShape, Table};
@@ -118,6 +118,8 @@ pub struct Create {
     pub local: RailSpec,
     /// How many.
     pub queue_pairs: u8,
+    /// What the last of them is for, where it is not for READs of the published table.
+    pub push: Option<SpillTerms>,
 }
 
 /// What the driver does next, in order.
@@ -183,7 +185,7 @@ impl ClientWaits {
 pub struct ClientRail {
     /// The offered rail, and the local end and why.
     pub pair: RailPair,
-    /// Queue pairs on it.
+    /// Queue pairs on it, the one for spilled experts among them.
     pub queue_pairs: u8,
 }
 
@@ -205,6 +207,7 @@ pub struct ClientRails {
     shapes: Vec<LayerShape>,
     rails: Vec<ClientRail>,
     one_rail: Option<OneRail>,
+    spill: Option<SpillTerms>,
     state: State,
 }
 
@@ -215,7 +218,7 @@ impl ClientRails {
     #[must_use]
     pub fn start(settings: ClientSettings, shapes: Vec<LayerShape>) -> (Self, ClientAction) {
         let (rails, one_rail, state) = (Vec::new(), None, State::Offer);
-        let machine = Self { settings, shapes, rails, one_rail, state };
+        let machine = Self { settings, shapes, rails, one_rail, spill: None, state };
         (machine, ClientAction::Send(Kind::Request, Request.encode()))
     }
 
@@ -238,6 +241,12 @@ impl ClientRails {
     #[must_use]
     pub fn rails(&self) -> &[ClientRail] {
         &self.rails
+    }
+
+    /// How spilled experts come; `None` where the peer has none, and before its offer.
+    #[must_use]
+    pub fn spill(&self) -> Option<SpillTerms> {
+        self.spill
     }
 
     /// Why there is no second rail, for the log; `None` where there is one, and before the routes
@@ -316,9 +325,11 @@ impl ClientRails {
         let State::Routes(offer) = std::mem::replace(&mut self.state, State::Failed) else {
             return Err(HandshakeError::Driver { called: "on_routes", expected });
         };
+        self.spill = offer.spill;
         let Pairing { pairs, one_rail } = self.settings.pairing(&offer.rails, devices, sources)?;
         self.one_rail = one_rail;
         let wanted = self.settings.queue_pairs.clamp(1, MAX_QPS_PER_RAIL as u8);
+        let wanted = wanted.saturating_add(u8::from(self.spill.is_some()));
         let rail = |pair: RailPair| {
             let queue_pairs = wanted.min(pair.offered.most_queue_pairs);
             ClientRail { pair, queue_pairs }
@@ -329,6 +340,8 @@ impl ClientRails {
             rail,
             local: at.pair.local.spec.clone(),
             queue_pairs: at.queue_pairs,
+            // One that has no READs but the staged ones would be of no use.
+            push: self.spill.filter(|_| at.queue_pairs > 1),
         };
         let creates = self.rails.iter().enumerate().map(create).collect();
         Ok(vec![ClientAction::CreateQueuePairs(creates)])
@@ -357,6 +370,7 @@ impl ClientRails {
                 mtu: local.mtu,
                 depth: local.initiator_depth.min(self.settings.depth).max(1),
                 queue_pairs: ends.clone(),
+                push: self.spill.is_some() && rail.queue_pairs > 1,
             });
         }
         let connect = Connect { rails };

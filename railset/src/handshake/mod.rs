@@ -15,6 +15,7 @@
 //!                                        Acknowledged
 //!                                     <- Table        a newer generation, at any time from here on
 //!   TableChanged, TableAck  ->
+//!   Usage, Damaged  ->                   at any time from here on
 //! ```
 //!
 //! An acknowledgement stands for every older table too: the client has put them away.
@@ -124,6 +125,12 @@ pub enum HandshakeError {
         found: usize,
         /// Queue pairs allowed.
         most: u8,
+    },
+    /// The client wants a queue pair for spilled experts of a peer that has none.
+    #[error("the client wants pushes on rail {index}, nothing is spilled here")]
+    NothingSpilled {
+        /// The rail's index.
+        index: u8,
     },
     /// The client's address cannot be reached from the offered one.
     #[error(

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use super::{BringUp, HandshakeError, decoded, made};
 use crate::choose::{RailIdentity, RailSpec, Target};
 use crate::message::{
-    Connect, ConnectRail, Connected, ConnectedRail, Kind, MAX_QPS_PER_RAIL, MAX_RAILS, Offer,
-    OfferedRail, QueuePairEnd, Request, TableAck,
+    Connect, ConnectRail, Connected, ConnectedRail, Damaged, Kind, MAX_QPS_PER_RAIL, MAX_RAILS,
+    Offer, OfferedRail, QueuePairEnd, Request, SpillTerms, TableAck, Usage,
 };
 use crate::table::Table;
 
@@ -28,7 +28,7 @@ impl PeerRails {
     /// left out.
     ///
     /// `queue_pairs` is how many a client may have on each, 1 to [`MAX_QPS_PER_RAIL`]; `layers`,
-    /// `generation` and `slot_bytes` describe the table.
+    /// `generation` and `slot_bytes` describe the table, `spill` how what it does not have comes.
     #[must_use]
     pub fn new(
         rails: &[RailSpec],
@@ -36,6 +36,7 @@ impl PeerRails {
         layers: u32,
         generation: u64,
         slot_bytes: u64,
+        spill: Option<SpillTerms>,
     ) -> Self {
         let offered = |(index, spec): (u8, &RailSpec)| OfferedRail {
             index,
@@ -55,6 +56,7 @@ impl PeerRails {
             layers,
             generation,
             slot_bytes,
+            spill,
         };
         Self { offer, specs: rails.to_vec() }
     }
@@ -79,6 +81,8 @@ pub struct CreateConnected {
     pub local: RailSpec,
     /// The client's ends, one for each queue pair to create, and how to connect to them.
     pub bring_up: BringUp,
+    /// What the last of them is for, where it is not for READs of the published table.
+    pub push: Option<SpillTerms>,
 }
 
 /// What the driver does next, in order.
@@ -92,6 +96,10 @@ pub enum PeerAction {
     /// The client uses the table of this generation and has stopped posting from older ones. The
     /// first one says that the client's queue pairs are up.
     Acknowledged(u64),
+    /// What the client has read since its last report.
+    Usage(Usage),
+    /// The client got other bytes than a record's.
+    Damaged(Damaged),
 }
 
 /// What a peer waits for.
@@ -201,6 +209,16 @@ impl PeerHandshake {
             }
             (State::Connect, Kind::Connect) => self.on_connect(body),
             (State::Ready, Kind::TableAck) => self.on_ack(body),
+            (State::Ready, Kind::Usage) => {
+                let usage = decoded(kind, Usage::decode(body))?;
+                self.state = State::Ready;
+                Ok(vec![PeerAction::Usage(usage)])
+            }
+            (State::Ready, Kind::Damaged) => {
+                let damaged = decoded(kind, Damaged::decode(body))?;
+                self.state = State::Ready;
+                Ok(vec![PeerAction::Damaged(damaged)])
+            }
             (_, found) => Err(HandshakeError::OutOfTurn { found, expected }),
         }
     }
@@ -225,8 +243,13 @@ impl PeerHandshake {
                 let offered = rails.specs.len();
                 return Err(HandshakeError::NotOffered { index: rail.index, offered });
             };
+            let push = rails.offer.spill.filter(|_| rail.push);
+            if rail.push && push.is_none() {
+                return Err(HandshakeError::NothingSpilled { index: rail.index });
+            }
             let bring_up = bring_up(offered, rail)?;
-            creates.push(CreateConnected { local: local.clone(), bring_up: bring_up.clone() });
+            let local = local.clone();
+            creates.push(CreateConnected { local, bring_up: bring_up.clone(), push });
             bring_ups.push(bring_up);
             self.used.push(at);
         }

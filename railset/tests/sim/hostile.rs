@@ -7,7 +7,8 @@ use railset::handshake::HandshakeError;
 use railset::handshake::client::{ClientAction, ClientRails, ClientSettings, ClientWaits};
 use railset::handshake::peer::{PeerAction, PeerHandshake, PeerRails, PeerWaits};
 use railset::message::{
-    Connect, ConnectRail, Connected, Kind, Offer, Psn, Qpn, QueuePairEnd, Request, TableAck,
+    Connect, ConnectRail, Connected, Damaged, Kind, Offer, Psn, Qpn, QueuePairEnd, Request,
+    TableAck, Usage, UsageEntry,
 };
 use railset::table::{LayerTable, Table, TableError};
 
@@ -19,7 +20,7 @@ fn ends(count: u32) -> Vec<QueuePairEnd> {
 }
 
 fn rails() -> PeerRails {
-    PeerRails::new(&peer_specs(), 8, 2, 3, 8192)
+    PeerRails::new(&peer_specs(), 8, 2, 3, 8192, None)
 }
 
 /// A client up to its `Connect`, and that message.
@@ -159,6 +160,31 @@ fn a_client_gets_no_more_than_it_was_offered() {
         let error = connected(|connect| connect.rails[0].gid = gid(address));
         assert!(matches!(error, HandshakeError::Unreachable { index: 0, .. }), "{error}");
     }
+}
+
+#[test]
+fn a_peer_that_spills_nothing_has_no_queue_pair_for_it() {
+    let error = connected(|connect| connect.rails[1].push = true);
+    assert_eq!(error, HandshakeError::NothingSpilled { index: 1 });
+}
+
+#[test]
+fn what_a_client_reports_reaches_the_peer_once_it_has_a_table_and_not_before() {
+    let entries = vec![UsageEntry { layer: 7, expert: 2, reads: 3 }];
+    let (usage, damaged) = (Usage { entries }, Damaged { layer: 7, expert: 1 });
+    for (kind, body) in [(Kind::Usage, usage.encode()), (Kind::Damaged, damaged.encode())] {
+        let mut early = PeerHandshake::new(Arc::new(rails()));
+        early.on_message(Kind::Request, &Request.encode()).unwrap();
+        let error = early.on_message(kind, &body).unwrap_err();
+        assert!(matches!(error, HandshakeError::OutOfTurn { .. }), "{error}");
+    }
+    let mut peer = publishing();
+    let told = peer.on_message(Kind::Usage, &usage.encode()).unwrap();
+    assert_eq!(told, [PeerAction::Usage(usage)]);
+    let told = peer.on_message(Kind::Damaged, &damaged.encode()).unwrap();
+    assert_eq!(told, [PeerAction::Damaged(damaged)]);
+    let error = peer.on_message(Kind::Usage, &[1, 0, 0, 0, 0, 0, 0, 0]).unwrap_err();
+    assert!(matches!(error, HandshakeError::Decode { kind: Kind::Usage, .. }), "{error}");
 }
 
 /// A peer that has sent its first table.

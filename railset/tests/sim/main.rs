@@ -10,11 +10,11 @@ use std::sync::Arc;
 use proptest::prelude::*;
 use railset::facts::Mtu;
 use railset::handshake::client::{ClientSettings, ClientWaits};
-use railset::handshake::peer::PeerWaits;
-use railset::message::{Kind, MAX_QPS_PER_RAIL};
+use railset::handshake::peer::{PeerRails, PeerWaits};
+use railset::message::{Kind, MAX_QPS_PER_RAIL, SpillTerms, Transfer};
 use railset::pairing::{DualRail, OneRail, RailWishes};
 
-use world::{Link, World, shapes, table};
+use world::{Link, World, peer_specs, shapes, table};
 
 #[test]
 fn two_ends_come_up_on_two_rails_with_the_smaller_mtu_and_depth() {
@@ -43,6 +43,33 @@ fn each_end_connects_to_the_other_ends_numbers() {
         assert_eq!(world.peer_ups[rail].remote, world.client_ends[rail]);
         assert_eq!(world.peer_ends[rail].len(), 4);
     }
+}
+
+#[test]
+fn a_peer_that_spills_gets_one_more_queue_pair_on_each_rail() {
+    for transfer in [Transfer::Push, Transfer::Stage] {
+        let terms = SpillTerms { transfer, credits: 32, range_bytes: 1 << 20 };
+        let rails = PeerRails::new(&peer_specs(), 8, 2, 3, 8192, Some(terms));
+        let mut world = World::with_rails(Arc::new(rails));
+        world.run(Link::default()).unwrap();
+        world.assert_ready();
+        assert_eq!(world.client.spill(), Some(terms));
+        for rail in 0..2 {
+            assert_eq!(world.client_ends[rail].len(), 3, "two for READs, one for spilled experts");
+            assert_eq!(world.client_ups[rail].remote, world.peer_ends[rail]);
+        }
+        assert_eq!(world.peer_pushes, [Some(terms), Some(terms)]);
+    }
+}
+
+#[test]
+fn a_client_that_may_have_one_queue_pair_has_it_for_reads() {
+    let terms = SpillTerms { transfer: Transfer::Push, credits: 32, range_bytes: 1 << 20 };
+    let rails = PeerRails::new(&peer_specs(), 1, 2, 3, 8192, Some(terms));
+    let mut world = World::with_rails(Arc::new(rails));
+    world.run(Link::default()).unwrap();
+    world.assert_ready();
+    assert_eq!((world.client_ends[0].len(), &world.peer_pushes[..]), (1, &[None, None][..]));
 }
 
 #[test]

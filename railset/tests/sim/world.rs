@@ -9,7 +9,7 @@ use railset::facts::{DeviceFacts, Gid, GidFacts, GidKind, LinkLayer, Mtu, PortFa
 use railset::handshake::client::{ClientAction, ClientRails, ClientSettings, ClientWaits};
 use railset::handshake::peer::{PeerAction, PeerHandshake, PeerRails, PeerWaits};
 use railset::handshake::{BringUp, HandshakeError};
-use railset::message::{Kind, Psn, Qpn, QueuePairEnd};
+use railset::message::{Kind, Psn, Qpn, QueuePairEnd, SpillTerms};
 use railset::pairing::serve_rails;
 use railset::table::{Column, LayerShape, LayerTable, SPILLED, Table};
 
@@ -38,6 +38,8 @@ pub(crate) struct World {
     pub(crate) client_ups: Vec<BringUp>,
     pub(crate) peer_ends: Vec<Vec<QueuePairEnd>>,
     pub(crate) peer_ups: Vec<BringUp>,
+    /// For each of the peer's rails, what its last queue pair is for.
+    pub(crate) peer_pushes: Vec<Option<SpillTerms>>,
     pub(crate) acknowledged: Vec<u64>,
     /// Bytes that have arrived, both ways together.
     pub(crate) carried: usize,
@@ -136,7 +138,7 @@ pub(crate) fn peer_specs() -> Vec<RailSpec> {
 
 impl World {
     pub(crate) fn new() -> Self {
-        Self::with_rails(Arc::new(PeerRails::new(&peer_specs(), 8, 2, 3, 8192)))
+        Self::with_rails(Arc::new(PeerRails::new(&peer_specs(), 8, 2, 3, 8192, None)))
     }
 
     pub(crate) fn with_rails(rails: Arc<PeerRails>) -> Self {
@@ -153,6 +155,7 @@ impl World {
             client_ups: Vec::new(),
             peer_ends: Vec::new(),
             peer_ups: Vec::new(),
+            peer_pushes: Vec::new(),
             acknowledged: Vec::new(),
             carried: 0,
             to_peer: Pipe::default(),
@@ -265,11 +268,13 @@ impl World {
                         let ends = self.ends(create.bring_up.remote.len());
                         self.peer_ends.push(ends);
                         self.peer_ups.push(create.bring_up);
+                        self.peer_pushes.push(create.push);
                     }
                     let actions = self.peer.on_created(&self.peer_ends, &table(3))?;
                     self.peer_does(actions)?;
                 }
                 PeerAction::Acknowledged(generation) => self.acknowledged.push(generation),
+                PeerAction::Usage(_) | PeerAction::Damaged(_) => panic!("no client says so here"),
             }
         }
         Ok(())

@@ -4,7 +4,7 @@ use std::str::FromStr;
 
 /// A number of bytes: `268435456`, `256MiB`, `2G`; every suffix is a power of 1024.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct ByteSize(pub(crate) u64);
+pub struct ByteSize(pub u64);
 
 impl FromStr for ByteSize {
     type Err = &'static str;
