@@ -23,9 +23,8 @@ use crate::tier::{Fetched, Outcome, Source, TierKind};
 /// One backend's counters. Handles are made once, so counting allocates nothing on success.
 pub(crate) struct Accounts {
     kind: TierKind,
-    source: Source,
-    fetched: Counter,
-    bytes: Counter,
+    /// One of each place that records come from; the first is the usual one.
+    sources: Vec<From>,
     seconds: Histogram,
     mismatches: Counter,
     reconnects: Counter,
@@ -34,15 +33,32 @@ pub(crate) struct Accounts {
     unchecked: Counter,
 }
 
-impl Accounts {
-    pub(crate) fn new(kind: TierKind, source: Source) -> Self {
+/// What is counted of the records from one place.
+struct From {
+    source: Source,
+    fetched: Counter,
+    bytes: Counter,
+}
+
+impl From {
+    fn new(kind: TierKind, source: Source) -> Self {
         let (backend, from) = (kind.name(), source.name());
         Self {
-            kind,
             source,
             fetched: counter!("metrale_fetch_total", "backend" => backend, "source" => from,
                 "outcome" => "ok"),
             bytes: counter!("metrale_fetch_bytes_total", "backend" => backend, "source" => from),
+        }
+    }
+}
+
+impl Accounts {
+    /// For a backend whose records come from `sources`.
+    pub(crate) fn new(kind: TierKind, sources: &[Source]) -> Self {
+        let backend = kind.name();
+        Self {
+            kind,
+            sources: sources.iter().map(|&source| From::new(kind, source)).collect(),
             seconds: histogram!("metrale_fetch_seconds", "backend" => backend),
             mismatches: counter!("metrale_mismatch_total", "backend" => backend),
             reconnects: counter!("metrale_reconnects_total", "backend" => backend),
@@ -62,7 +78,8 @@ impl Accounts {
     ) -> Outcome {
         match slot.judge(manifest) {
             Judged::Record(residency) => {
-                Outcome::Fetched(Fetched { residency, source: self.source })
+                let source = self.sources.first().map_or(Source::Local, |from| from.source);
+                Outcome::Fetched(Fetched { residency, source })
             }
             Judged::Rejected(Rejected { slot, key, mismatch }) => {
                 self.count_mismatch();
@@ -84,8 +101,11 @@ impl Accounts {
     pub(crate) fn count(&self, outcome: &Outcome, took: Duration) {
         match outcome {
             Outcome::Fetched(fetched) => {
-                self.fetched.increment(1);
-                self.bytes.increment(fetched.residency.payload().len() as u64);
+                let from = self.sources.iter().find(|from| from.source == fetched.source);
+                if let Some(from) = from {
+                    from.fetched.increment(1);
+                    from.bytes.increment(fetched.residency.payload().len() as u64);
+                }
                 self.seconds.record(took);
             }
             Outcome::Failed(FetchFailure { error, .. }) => {

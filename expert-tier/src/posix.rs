@@ -104,7 +104,7 @@ impl PosixTier {
             jobs: Mutex::new(Jobs { reading, ..Jobs::default() }),
             bell: Condvar::new(),
             healthy: AtomicBool::new(true),
-            accounts: Accounts::new(kind, Source::Local),
+            accounts: Accounts::new(kind, &[Source::Local]),
         });
         let mut tier = Self { shared, readers: Vec::new() };
         for n in 0..threads {

@@ -99,6 +99,8 @@ pub enum Source {
     Tcp,
     /// A peer's memory, by RDMA READ.
     Read,
+    /// A peer's disk, over RDMA.
+    Push,
 }
 
 impl Source {
@@ -109,6 +111,7 @@ impl Source {
             Self::Local => "local",
             Self::Tcp => "tcp",
             Self::Read => "read",
+            Self::Push => "push",
         }
     }
 }

@@ -267,7 +267,7 @@ impl RingTier {
             ring,
             closing: AtomicBool::new(false),
             healthy: AtomicBool::new(true),
-            accounts: Accounts::new(TierKind::Uma, Source::Local),
+            accounts: Accounts::new(TierKind::Uma, &[Source::Local]),
             said_plain: AtomicBool::new(false),
         });
         let reader = Arc::clone(&shared);

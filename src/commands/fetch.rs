@@ -97,6 +97,7 @@ impl Report {
             Source::Local => self.by_source.local += 1,
             Source::Tcp => self.by_source.tcp += 1,
             Source::Read => self.by_source.read += 1,
+            Source::Push => self.by_source.push += 1,
         }
     }
 }

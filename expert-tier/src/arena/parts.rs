@@ -281,12 +281,6 @@ unsafe impl gpu_sys::verbs::Landing for Part {
 pub(crate) struct LandedPart(Share);
 
 impl LandedPart {
-    /// The number that the part's holder knew it by.
-    #[cfg(metrale_rdma_verbs)]
-    pub(crate) fn tag(&self) -> u32 {
-        self.0.tag
-    }
-
     /// Takes the checksums of its pieces and leaves them with the slot.
     pub(crate) fn check(self) {
         let Share { hold, range, pieces, checking, .. } = &self.0;

@@ -48,7 +48,7 @@ impl Desk {
             options,
             dialler,
             manifest,
-            accounts: Accounts::new(TierKind::Rdma, Source::Tcp),
+            accounts: Accounts::new(TierKind::Rdma, &[Source::Tcp]),
             checker,
             state: Mutex::new(State::new(streams)),
             closed: Condvar::new(),

@@ -5,9 +5,17 @@ use std::time::Instant;
 use crate::arena::{Part, Parted, Slot};
 use crate::error::FetchError;
 use crate::key::ExpertKey;
-use crate::pieces::PIECE_BYTES;
 use crate::record::RecordIdentity;
 use crate::tier::{CompletionQueue, Ticket};
+
+/// How a record comes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Way {
+    /// It is read from the peer's memory.
+    Read,
+    /// The peer reads it from its disk and sends it.
+    Push,
+}
 
 /// One request.
 pub(super) struct Call {
@@ -23,8 +31,14 @@ pub(super) struct Call {
     pub(super) back: Vec<Part>,
     /// Parts that fly or are being checked.
     pub(super) out: usize,
-    /// Whether it is in the line of those that have parts to post.
+    /// Which line it is in when it has parts to post.
+    pub(super) way: Way,
+    /// Whether it is in that line.
     pub(super) in_line: bool,
+    /// Whether some of it was sent by the peer instead of being read.
+    pub(super) was_pushed: bool,
+    /// Generation of the table that it was last read by.
+    pub(super) generation: u64,
     pub(super) cancelled: bool,
     /// Its completion has been sent: its time was over while a NIC could still write.
     pub(super) told: bool,
@@ -41,8 +55,9 @@ impl Call {
         submitted: Instant,
         slot: Slot<Parted>,
     ) -> Self {
-        let (attempts, back, out, in_line) = (1, Vec::new(), 0, false);
+        let (attempts, back, out, way, in_line) = (1, Vec::new(), 0, Way::Read, false);
         let (cancelled, told, failed) = (false, false, None);
+        let (was_pushed, generation) = (false, 0);
         Self {
             ticket,
             identity,
@@ -53,7 +68,10 @@ impl Call {
             slot,
             back,
             out,
+            way,
             in_line,
+            was_pushed,
+            generation,
             cancelled,
             told,
             failed,
@@ -74,12 +92,17 @@ impl Call {
         self.is_wanted() && (!self.back.is_empty() || self.slot.uncut() > 0)
     }
 
-    /// Bytes of the part that is posted next, or a little less.
-    pub(super) fn next_part_bytes(&self) -> usize {
+    /// Bytes of the part that is posted next, or a little less, if parts have `most`.
+    pub(super) fn next_part_bytes(&self, most: usize) -> usize {
         match self.back.last() {
             Some(part) => part.range().len(),
-            None => self.slot.uncut().min(PIECE_BYTES as usize),
+            None => self.slot.uncut().min(most),
         }
+    }
+
+    /// The part that is posted next: one that came back, or of at most `most` bytes.
+    pub(super) fn next_part(&mut self, most: usize) -> Option<Part> {
+        self.back.pop().or_else(|| self.slot.part(most))
     }
 
     /// Whether nothing of it flies and nothing is to.

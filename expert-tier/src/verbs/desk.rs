@@ -12,18 +12,20 @@ use std::time::{Duration, Instant};
 use gpu_sys::pinned::HugePages;
 use railset::choose::RailSpec;
 use railset::handshake::client::Carry;
+use railset::message::Transfer;
 use railset::table::CheckedTable;
 
 use super::call::Call;
 use super::devices::{Device, Devices};
+use super::push::Granted;
+use super::pushes::Order;
 use super::rail::Rail;
+use super::reports::Reports;
 use super::session::{Opened, PROBE_BYTES, Session};
-use super::state::State;
+use super::state::{State, Todo};
 use super::{OpenError, VerbsOptions};
 use crate::account::Accounts;
-use crate::arena::{
-    ArenaOptions, CudaUse, ExpertArena, Gathered, LandedPart, Part, SlabPlan, Slot,
-};
+use crate::arena::{ArenaOptions, CudaUse, ExpertArena, Gathered, Part, SlabPlan, Slot};
 use crate::checker::{Checker, Job};
 use crate::error::{FetchError, FetchFailure};
 use crate::key::ExpertKey;
@@ -51,6 +53,8 @@ pub(super) struct Desk {
     driven: AtomicBool,
     reconnects: AtomicU64,
     pub(super) rejections: AtomicU64,
+    /// What the peer is to be told.
+    pub(super) reports: Reports,
     pub(super) opened: Instant,
     /// Milliseconds after `opened` at which somebody last looked for requests out of time.
     pub(super) looked_ms: AtomicU64,
@@ -66,14 +70,18 @@ pub(super) struct Need {
 
 /// A part to check, and where its call is.
 pub(super) struct CheckPart {
-    part: LandedPart,
+    part: Granted,
     desk: Arc<Desk>,
 }
 
 impl Job for CheckPart {
     fn run(self) {
         let call = self.part.tag();
-        self.part.check();
+        // Nobody looks at bytes that a peer may still write. Where that cannot be ended, the part is
+        // lost, which its record shows when it is gathered.
+        if let Some(part) = self.part.revoke() {
+            part.landed().check();
+        }
         self.desk.part_done(call);
     }
 }
@@ -91,12 +99,14 @@ impl Desk {
         (probe.cuda, probe.huge_pages) = (CudaUse::Off, HugePages::Off);
         let probe = ExpertArena::new(&probe)?;
         devices.register(&probe)?;
+        let reports = Reports::new(manifest.layout());
         Ok(Self {
             probe,
             next_rail: AtomicU64::new(0),
             options,
             manifest,
-            accounts: Accounts::new(TierKind::RdmaVerbs, Source::Read),
+            accounts: Accounts::new(TierKind::RdmaVerbs, &[Source::Read, Source::Push]),
+            reports,
             devices,
             state: Mutex::new(State::new()),
             bell: Condvar::new(),
@@ -264,6 +274,11 @@ impl Desk {
         }
     }
 
+    /// Whether the peer has more records than it holds in memory.
+    pub(super) fn spills(&self) -> bool {
+        self.lock().can_push()
+    }
+
     /// An attempt to set up a rail failed.
     pub(super) fn dial_failed(&self, why: &str) {
         let mut state = self.lock();
@@ -308,6 +323,8 @@ impl Desk {
                 rail.end(format!("nothing completed for {ms} ms"));
             }
         }
+        let mut todo = Todo::default();
+        state.rails.iter_mut().for_each(|rail| rail.give_up_pushes(&mut todo.revoke));
         let drain = self.options.drain;
         let gone: Vec<Rail> = state.rails.extract_if(.., |rail| rail.is_over(drain)).collect();
         let left = state.rails.len();
@@ -322,6 +339,7 @@ impl Desk {
         }
         let closing = state.closing;
         drop(state);
+        self.settle(todo);
         for rail in gone {
             // A rail that retired is no loss: its peer has said so.
             if !closing && rail.ending().is_some() {
@@ -341,27 +359,71 @@ impl Desk {
         if parts.is_empty() {
             return;
         }
-        let mut over = Vec::new();
+        let mut todo = Todo::default();
         let mut state = self.lock();
         for part in parts {
-            over.extend(state.came_back(part));
+            todo.over.extend(state.came_back(part));
         }
-        self.ring_locked(&mut state, &mut over);
+        self.ring_locked(&mut state, &mut todo);
         drop(state);
-        self.finish_all(over);
+        self.settle(todo);
     }
 
     /// Posts what waits, as far as the rails have room.
     pub(super) fn ring(self: &Arc<Self>) {
-        let mut over = Vec::new();
+        let mut todo = Todo::default();
         let mut state = self.lock();
-        self.ring_locked(&mut state, &mut over);
+        self.ring_locked(&mut state, &mut todo);
         drop(state);
-        self.finish_all(over);
+        self.settle(todo);
     }
 
-    fn ring_locked(&self, state: &mut State, over: &mut Vec<Call>) {
-        state.ring(&self.options, over);
+    /// Does what was left to do when the lock was free; that may leave more of it.
+    pub(super) fn settle(self: &Arc<Self>, todo: Todo) {
+        let Todo { over, orders, revoke } = todo;
+        self.finish_all(over);
+        let mut back = Vec::new();
+        for granted in revoke {
+            let call = granted.tag();
+            match granted.revoke() {
+                Some(part) => back.push(part),
+                // It is gone for good, as far as its call goes.
+                None => self.part_done(call),
+            }
+        }
+        for order in orders {
+            back.extend(self.send(order));
+        }
+        self.put_back(back);
+    }
+
+    /// Grants the part of `order` and asks for it; it comes back if that cannot be done.
+    fn send(&self, order: Order) -> Option<Part> {
+        let Order { part, key, rail, device, transfer } = order;
+        let granted = match transfer {
+            Transfer::Push => Granted::to_peer(&device, part),
+            Transfer::Stage => Ok(Granted::to_nobody(part)),
+        };
+        match granted {
+            Ok(granted) => {
+                let refused = self.lock().post_push(rail, key, granted).err()?;
+                let call = refused.tag();
+                refused.revoke().or_else(|| {
+                    self.part_done(call);
+                    None
+                })
+            }
+            Err(refused) => {
+                let (part, source) = *refused;
+                let error = FetchError::Register { key, source: Box::new(source) };
+                self.lock().not_granted(rail, &part, error);
+                Some(part)
+            }
+        }
+    }
+
+    fn ring_locked(&self, state: &mut State, todo: &mut Todo) {
+        state.ring(&self.options, todo);
         let flying = state.in_flight();
         self.in_flight.store(flying, Ordering::Relaxed);
         self.most_in_flight.fetch_max(flying, Ordering::Relaxed);
@@ -375,16 +437,16 @@ impl Desk {
             Err(TryLockError::WouldBlock) => return false,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
         };
-        let mut over = Vec::new();
+        let mut todo = Todo::default();
         let wanted = self.wants_ring.swap(false, Ordering::Acquire);
-        let found = state.look(&self.options, &mut over, |part| {
+        let found = state.look(&self.options, &mut todo, |part| {
             checker.push(CheckPart { part, desk: Arc::clone(self) });
         });
         if found || wanted {
-            self.ring_locked(&mut state, &mut over);
+            self.ring_locked(&mut state, &mut todo);
         }
         drop(state);
-        self.finish_all(over);
+        self.settle(todo);
         found
     }
 

@@ -2,12 +2,14 @@
 //!
 //! A device is opened once and kept, so that a peer that comes back costs no registration. An arena
 //! is registered once per device, whole: registering is slow, and a slot's address is all that a
-//! READ needs. The registration lets the device write what our own READs bring, and peers nothing.
+//! READ needs. The registration lets the device write what our own READs bring, and peers nothing. A
+//! peer that is to write gets a registration of its own of the bytes that it is to write.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use gpu_sys::verbs::{
-    Access, Context, Library, Memory, MemoryRegion, PortState, ProtectionDomain, VerbsError,
+    Access, Context, Landing, Library, Memory, MemoryRegion, PortState, ProtectionDomain,
+    VerbsError,
 };
 use railset::choose::{Asker, choose};
 use railset::driver;
@@ -15,7 +17,7 @@ use railset::facts::DeviceFacts;
 use railset::pairing::RailWishes;
 
 use super::OpenError;
-use crate::arena::{ArenaId, ExpertArena};
+use crate::arena::{ArenaId, ExpertArena, Part};
 
 /// The library, and what was opened of it.
 pub(super) struct Devices {
@@ -28,7 +30,14 @@ pub(super) struct Devices {
 /// An open device.
 pub(super) struct Device {
     domain: Arc<ProtectionDomain>,
-    registered: Mutex<Vec<(ArenaId, Arc<MemoryRegion>)>>,
+    registered: Mutex<Vec<Registered>>,
+}
+
+/// An arena that a device knows.
+struct Registered {
+    id: ArenaId,
+    memory: Arc<dyn Memory>,
+    region: Arc<MemoryRegion>,
 }
 
 impl Devices {
@@ -104,19 +113,35 @@ impl Device {
     /// The registration of an arena; `None` if it has none here.
     pub(super) fn region(&self, arena: ArenaId) -> Option<Arc<MemoryRegion>> {
         let registered = lock(&self.registered);
-        registered.iter().find(|(id, _)| *id == arena).map(|(_, region)| Arc::clone(region))
+        registered.iter().find(|it| it.id == arena).map(|it| Arc::clone(&it.region))
+    }
+
+    /// Registers the bytes of `part`, and no more, for a peer to write.
+    pub(super) fn grant(&self, part: &Part) -> Result<MemoryRegion, VerbsError> {
+        let (start, bytes) = part.landing();
+        let registered = lock(&self.registered);
+        let arena = registered.iter().find(|it| it.id == part.arena_id());
+        let memory = arena.map(|it| Arc::clone(&it.memory));
+        drop(registered);
+        let Some(memory) = memory else {
+            return Err(VerbsError::Range { start: 0, end: bytes, bytes: 0 });
+        };
+        // A part lies in its arena's memory.
+        let from = start.as_ptr().addr() - memory.region().0.as_ptr().addr();
+        MemoryRegion::register(&self.domain, memory, from..from + bytes, Access::RemoteWrite)
     }
 
     fn register(&self, arena: &ExpertArena) -> Result<(), VerbsError> {
         let mut registered = lock(&self.registered);
-        if registered.iter().any(|(id, _)| *id == arena.id()) {
+        if registered.iter().any(|it| it.id == arena.id()) {
             return Ok(());
         }
         let memory: Arc<dyn Memory> = Arc::new(arena.clone());
         let bytes = memory.region().1;
-        let region = MemoryRegion::register(&self.domain, memory, 0..bytes, Access::LocalWrite)?;
+        let shared = Arc::clone(&memory);
+        let region = MemoryRegion::register(&self.domain, shared, 0..bytes, Access::LocalWrite)?;
         tracing::debug!(device = self.name(), bytes, "the arena is registered");
-        registered.push((arena.id(), Arc::new(region)));
+        registered.push(Registered { id: arena.id(), memory, region: Arc::new(region) });
         Ok(())
     }
 }

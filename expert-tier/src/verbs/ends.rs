@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::call::Call;
+use super::call::{Call, Way};
 use super::desk::Desk;
 use super::state::Late;
 use crate::arena::{Gathered, Judged, Rejected, Slot};
@@ -32,6 +32,7 @@ impl Desk {
         let key = call.key();
         let Call { ticket, identity, layer_index, queue, submitted, attempts, slot, back, .. } =
             call;
+        let (was_pushed, generation) = (call.was_pushed, call.generation);
         drop(back);
         let gathered = slot.gather();
         let fail = |error: FetchError, slot| {
@@ -50,13 +51,18 @@ impl Desk {
                 Some(error) => fail(error, Some(slot.abandon())),
                 None => match slot.judge(&self.manifest) {
                     Judged::Record(residency) => {
-                        Outcome::Fetched(Fetched { residency, source: Source::Read })
+                        let source = if was_pushed { Source::Push } else { Source::Read };
+                        if !was_pushed {
+                            self.reports.was_read(layer_index, key.expert);
+                        }
+                        Outcome::Fetched(Fetched { residency, source })
                     }
                     #[cfg(feature = "unverified")]
                     Judged::Unchecked(unchecked) => Outcome::Unchecked(unchecked),
                     Judged::Rejected(rejected) => {
+                        let by_generation = (!was_pushed).then_some(generation);
                         let call = Again { ticket, identity, queue, submitted, attempts };
-                        return self.reject(layer_index, call, rejected);
+                        return self.reject(layer_index, call, rejected, by_generation);
                     }
                 },
             },
@@ -67,8 +73,19 @@ impl Desk {
         }
     }
 
-    /// Fetches the record once more, while it has attempts left.
-    fn reject(&self, layer_index: usize, again: Again, rejected: Rejected) {
+    /// Fetches the record once more, while it has attempts left. `by_generation` is of the table that
+    /// it was read by, if it was not pushed.
+    ///
+    /// Bytes that were read and were not the record's may be those of another that has moved there
+    /// meanwhile, of which the table that comes next tells; so the peer is asked to send them. Where
+    /// no newer table has come, or the peer has sent them, its own copy may be damaged, and it is told.
+    fn reject(
+        &self,
+        layer_index: usize,
+        again: Again,
+        rejected: Rejected,
+        by_generation: Option<u64>,
+    ) {
         let key = again.identity.key;
         let so_far = self.rejections.fetch_add(1, Ordering::Relaxed) + 1;
         let Rejected { slot, mismatch, .. } = rejected;
@@ -93,7 +110,13 @@ impl Desk {
             }
         };
         let call = Call::new(ticket, identity, layer_index, queue, submitted, slot);
-        self.lock().add(Call { attempts: attempts + 1, ..call });
+        let mut state = self.lock();
+        if by_generation.is_none_or(|generation| generation == state.generation()) {
+            self.reports.is_damaged(key);
+        }
+        let way = if state.can_push() { Way::Push } else { Way::Read };
+        state.add(Call { attempts: attempts + 1, way, ..call });
+        drop(state);
         // Whoever drives the rails posts it: this may be a checking thread.
         self.wants_ring.store(true, Ordering::Release);
     }

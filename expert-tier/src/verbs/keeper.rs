@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use gpu_sys::verbs::AsyncEvent;
 use railset::handshake::client::Carry;
 use railset::health::RailSet;
+use railset::message::Kind;
 use rand::Rng;
 
 use super::desk::{Desk, Need, PartChecker};
@@ -23,6 +24,8 @@ use crate::tcp::Dialler;
 const FLYING_TICK: Duration = Duration::from_millis(1);
 /// How long it waits while nothing flies, or a caller looks after what does.
 const IDLE_TICK: Duration = Duration::from_millis(20);
+/// How often the peer is told which records are read.
+const USAGE_INTERVAL: Duration = Duration::from_secs(1);
 /// How often the connector looks whether a rail is missing.
 const LOOK: Duration = Duration::from_millis(20);
 
@@ -30,6 +33,7 @@ const LOOK: Duration = Duration::from_millis(20);
 pub(super) fn keep(desk: &Arc<Desk>, checker: &PartChecker) {
     let (mut sessions, mut readable) = (Vec::<Session>::new(), Vec::new());
     let mut devices = Vec::new();
+    let mut told = Instant::now();
     while !desk.closing() {
         desk.take_sessions(&mut sessions);
         let alone = !desk.is_idle() && !desk.is_driven();
@@ -42,6 +46,7 @@ pub(super) fn keep(desk: &Arc<Desk>, checker: &PartChecker) {
         }
         desk.expire();
         desk.reap();
+        report(desk, &mut sessions, &mut told);
         // A rail that is gone takes its connection along, and so what the peer has of it.
         sessions.retain(|session| desk.has_rail(session.rail));
     }
@@ -75,6 +80,25 @@ fn listen(desk: &Desk, sessions: &mut Vec<Session>, tick: Duration, readable: &m
             }
         }
     });
+}
+
+/// Tells the peer what was damaged, and, where it holds only some records in memory, now and then
+/// which of those are read. On whichever connection takes it; what does not get there is no loss.
+fn report(desk: &Desk, sessions: &mut [Session], told: &mut Instant) {
+    let Some(session) = sessions.first_mut() else { return };
+    let mut say = |kind, body: &[u8]| {
+        if let Err(error) = session.say(desk, kind, body) {
+            tracing::debug!(error, "a report did not reach the peer");
+        }
+    };
+    for damaged in desk.reports.take_damaged() {
+        say(Kind::Damaged, &damaged.encode());
+    }
+    if told.elapsed() < USAGE_INTERVAL || !desk.spills() {
+        return;
+    }
+    *told = Instant::now();
+    desk.reports.take_usage(&desk.manifest, |usage| say(Kind::Usage, &usage.encode()));
 }
 
 /// Ends the rails whose device or port has said that it is down.

@@ -28,8 +28,11 @@ mod desk;
 mod devices;
 mod ends;
 mod keeper;
+mod push;
+mod pushes;
 mod rail;
 mod rate;
+mod reports;
 mod session;
 mod state;
 

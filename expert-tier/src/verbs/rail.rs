@@ -21,13 +21,14 @@ use gpu_sys::verbs::{
 use railset::choose::RailSpec;
 use railset::driver;
 use railset::handshake::BringUp;
-use railset::handshake::client::RailEnds;
+use railset::handshake::client::{Create, RailEnds};
 use railset::message::{Psn, Qpn, QueuePairEnd};
 use railset::pairing::RailPair;
 use railset::table::{CheckedTable, Place};
 use rand::Rng;
 
 use super::devices::Device;
+use super::push::{Granted, PreparedPush, PushEnd, PushLane};
 use super::rate::Rate;
 use crate::arena::{ArenaId, Part};
 
@@ -44,6 +45,7 @@ pub(super) struct PreparedRail {
     device: Arc<Device>,
     queue: Arc<CompletionQueue>,
     prepared: Vec<(PreparedQueuePair<Part>, Psn)>,
+    push: Option<PreparedPush>,
 }
 
 /// A connected rail.
@@ -66,6 +68,8 @@ pub(super) struct Rail {
     /// Whether it only brings what flies.
     retiring: bool,
     rate: Rate,
+    /// For what the peer does not have in memory.
+    pub(super) push: Option<PushLane>,
 }
 
 struct Lane {
@@ -78,13 +82,17 @@ struct Lane {
 }
 
 impl PreparedRail {
-    /// Makes `count` queue pairs of `depth` READs each.
+    /// Makes the queue pairs that `create` asks for, of `depth` READs each.
     pub(super) fn new(
-        spec: &RailSpec,
+        create: &Create,
         device: Arc<Device>,
-        count: u8,
         depth: u32,
     ) -> Result<Self, VerbsError> {
+        let spec = &create.local;
+        let random_psn = || Psn::from_random(rand::rng().next_u32());
+        let new_push = |terms| PreparedPush::new(spec, &device, terms, random_psn());
+        let push = create.push.map(new_push).transpose()?;
+        let count = create.queue_pairs - u8::from(push.is_some());
         let depth = depth.min(device.context().limits().max_qp_wr).max(1);
         let queue = CompletionQueue::new(device.context(), depth * u32::from(count))?;
         let options = QueuePairOptions {
@@ -98,18 +106,18 @@ impl PreparedRail {
         };
         let prepare = |_| {
             let pair = QueuePair::prepare(device.domain(), &queue, &queue, options)?;
-            Ok((pair, Psn::from_random(rand::rng().next_u32())))
+            Ok((pair, random_psn()))
         };
         let prepared = (0..count).map(prepare).collect::<Result<_, VerbsError>>()?;
-        Ok(Self { spec: spec.clone(), device, queue, prepared })
+        Ok(Self { spec: spec.clone(), device, queue, prepared, push })
     }
 
     /// What the peer is told of them.
     pub(super) fn ends(&self) -> Result<Vec<QueuePairEnd>, railset::wire::DecodeError> {
-        let end = |(pair, psn): &(PreparedQueuePair<Part>, Psn)| {
-            Ok(QueuePairEnd { qpn: Qpn::new(pair.number())?, psn: *psn })
-        };
-        self.prepared.iter().map(end).collect()
+        let reads = self.prepared.iter().map(|(pair, psn)| (pair.number(), *psn));
+        let push = self.push.iter().map(|push| (push.number(), push.psn()));
+        let end = |(number, psn)| Ok(QueuePairEnd { qpn: Qpn::new(number)?, psn });
+        reads.chain(push).map(end).collect()
     }
 
     /// Connects them to the peer's.
@@ -119,7 +127,11 @@ impl PreparedRail {
         pair: &RailPair,
         up: &BringUp,
     ) -> Result<Rail, VerbsError> {
-        let Self { spec, device, queue, prepared } = self;
+        let Self { spec, device, queue, prepared, push } = self;
+        let push = match (push, up.remote.last()) {
+            (Some(push), Some(&remote)) => Some(push.connect(&spec, up, remote)?),
+            _ => None,
+        };
         let mut lanes = Vec::with_capacity(prepared.len());
         for ((pair, psn), remote) in prepared.into_iter().zip(&up.remote) {
             let (remote, local) = driver::ends(up, &spec, *remote, psn);
@@ -147,6 +159,7 @@ impl PreparedRail {
             ending,
             retiring: false,
             rate,
+            push,
         })
     }
 }
@@ -175,6 +188,11 @@ impl Rail {
     pub(super) fn place(&self, layer_index: usize, expert: u32) -> Option<Place> {
         // The only rail of its connection, and so the table's only column.
         self.table.as_ref()?.place(layer_index, expert, 0)
+    }
+
+    /// Generation of its table; 0 before there is one.
+    pub(super) fn generation(&self) -> u64 {
+        self.table.as_ref().map_or(0, |table| table.generation())
     }
 
     /// Bytes per second that it is taken to bring.
@@ -212,7 +230,12 @@ impl Rail {
         self.spec.port
     }
 
+    /// Parts that are read or asked for.
     pub(super) fn in_flight(&self) -> usize {
+        self.reads_in_flight() + self.push.as_ref().map_or(0, PushLane::under_way)
+    }
+
+    fn reads_in_flight(&self) -> usize {
         self.lanes.iter().map(|lane| lane.pair.in_flight()).sum()
     }
 
@@ -332,7 +355,8 @@ impl Rail {
     /// Whether something has been in flight for `deadline` without anything completing.
     pub(super) fn is_stalled(&self, deadline: Duration) -> bool {
         let late = |lane: &Lane| lane.pair.in_flight() > 0 && lane.progress.elapsed() >= deadline;
-        self.ending.is_none() && self.lanes.iter().any(late)
+        let late_push = self.push.as_ref().is_some_and(|lane| lane.is_stalled(deadline));
+        self.ending.is_none() && (late_push || self.lanes.iter().any(late))
     }
 
     /// Reads a part of a record to see that bytes come, within `bound`. For a rail that nobody uses
@@ -380,15 +404,40 @@ impl Rail {
                 tracing::debug!(%error, "a queue pair cannot be put in error");
             }
         }
+        if let Some(lane) = &mut self.push {
+            lane.fail();
+        }
+    }
+
+    /// As [`look`](Self::look), for what the peer does not have in memory. Once the rail ends, what
+    /// the peer has not sent goes to `revoke`.
+    pub(super) fn look_at_pushes(&mut self, mut each: impl FnMut(PushEnd)) -> bool {
+        let Some(lane) = &mut self.push else { return false };
+        let looked = lane.look(&mut each);
+        if let Err(why) = &looked {
+            self.end(why.clone());
+        }
+        looked.unwrap_or(true)
+    }
+
+    /// Takes back what the peer was asked for, if the rail ends.
+    pub(super) fn give_up_pushes(&mut self, revoke: &mut Vec<Granted>) {
+        if let (Some(lane), true) = (&mut self.push, self.ending.is_some()) {
+            lane.give_up(revoke);
+        }
     }
 
     /// Whether the rail has ended or retired and nothing flies any more, or has been ending for
     /// `drain`.
     pub(super) fn is_over(&self, drain: Duration) -> bool {
         match &self.ending {
-            Some((since, _)) => self.in_flight() == 0 || since.elapsed() >= drain,
-            None => self.retiring && self.in_flight() == 0,
+            Some((since, _)) => self.is_empty() || since.elapsed() >= drain,
+            None => self.retiring && self.is_empty(),
         }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.reads_in_flight() == 0 && self.push.as_ref().is_none_or(PushLane::is_empty)
     }
 
     /// Destroys the queue pairs, after which the device writes nothing of theirs any more; parts
@@ -400,6 +449,9 @@ impl Rail {
             if let Err(error) = lane.pair.destroy(|part| back.push(part)) {
                 tracing::error!(%error, "a queue pair cannot be destroyed: what it reads is lost");
             }
+        }
+        if let Some(lane) = self.push {
+            lane.destroy(back);
         }
     }
 }

@@ -174,9 +174,7 @@ impl Opening<'_> {
                     for create in creates {
                         let device = self.desk.devices.device(&create.local.device)?;
                         let depth = self.desk.options.queue_pair_depth;
-                        let prepared =
-                            PreparedRail::new(&create.local, device, create.queue_pairs, depth)?;
-                        self.prepared = Some(prepared);
+                        self.prepared = Some(PreparedRail::new(&create, device, depth)?);
                     }
                     let prepared = self.prepared.as_ref().ok_or(OpenError::NoRail)?;
                     let ends = prepared.ends().map_err(|source| OpenError::QueuePair { source })?;
@@ -261,6 +259,13 @@ fn shapes(layout: &ExpertLayout) -> Vec<LayerShape> {
 }
 
 impl Session {
+    /// Tells the peer something that it does not answer.
+    pub(super) fn say(&mut self, desk: &Desk, kind: Kind, body: &[u8]) -> Result<(), String> {
+        let clock = Clock::start(desk.options.deadline, env::EXPERT_DEADLINE_MS.name);
+        let bytes = encode_frame(kind.into(), Status::Ok, body);
+        write_all(&mut self.socket, &bytes, &clock).map_err(|error| error.to_string())
+    }
+
     /// Takes one frame of the peer's; an error ends the session.
     pub(super) fn hear(&mut self, desk: &Desk) -> Result<(), String> {
         let clock = Clock::start(desk.options.deadline, env::EXPERT_DEADLINE_MS.name);

@@ -10,10 +10,12 @@ use std::time::Instant;
 use gpu_sys::verbs::{Remote, WorkError, WorkStatus};
 
 use super::VerbsOptions;
-use super::call::{Call, Calls};
+use super::call::{Call, Calls, Way};
+use super::push::Granted;
+use super::pushes::{Order, push_ended};
 use super::rail::Rail;
 use super::session::Session;
-use crate::arena::{LandedPart, Part};
+use crate::arena::Part;
 use crate::error::{Bound, FetchError};
 use crate::key::ExpertKey;
 use crate::pieces::PIECE_BYTES;
@@ -25,9 +27,12 @@ pub(super) struct State {
     pub(super) rails_wanted: usize,
     /// Control connections of new rails, on their way to the keeper.
     pub(super) sessions: Vec<Session>,
-    calls: Calls,
-    /// Calls with parts to post, oldest first.
-    line: VecDeque<u32>,
+    pub(super) calls: Calls,
+    /// Calls with parts to read, oldest first.
+    reads: VecDeque<u32>,
+    /// Calls with parts to ask the peer for, oldest first. A line of their own: these wait for a
+    /// disk, and those must not wait behind them.
+    pushes: VecDeque<u32>,
     /// Scratch for what a rail gives back.
     back: Vec<Part>,
     /// Since when there has been no rail; `None` while there is one.
@@ -36,6 +41,17 @@ pub(super) struct State {
     pub(super) down_why: String,
     pub(super) healthy: bool,
     pub(super) closing: bool,
+}
+
+/// What is left to do once the lock is free.
+#[derive(Default)]
+pub(super) struct Todo {
+    /// Calls of which nothing flies any more.
+    pub(super) over: Vec<Call>,
+    /// Parts to ask the peer for.
+    pub(super) orders: Vec<Order>,
+    /// Parts that the peer must not write any more, to be fetched again.
+    pub(super) revoke: Vec<Granted>,
 }
 
 /// A request whose time is over while parts of it fly.
@@ -53,7 +69,8 @@ impl State {
             rails_wanted: 1,
             sessions: Vec::new(),
             calls: Calls::default(),
-            line: VecDeque::new(),
+            reads: VecDeque::new(),
+            pushes: VecDeque::new(),
             back: Vec::new(),
             down_since: Some(Instant::now()),
             down_why: "not connected yet".into(),
@@ -70,11 +87,19 @@ impl State {
         self.rails.iter().any(|rail| rail.slot == slot)
     }
 
-    /// Takes a new call, which goes to the end of the line.
+    /// Takes a new call, which goes to the end of its line.
     pub(super) fn add(&mut self, mut call: Call) {
+        let way = call.way;
         call.in_line = true;
         let id = self.calls.insert(call);
-        self.line.push_back(id);
+        self.line(way).push_back(id);
+    }
+
+    pub(super) fn line(&mut self, way: Way) -> &mut VecDeque<u32> {
+        match way {
+            Way::Read => &mut self.reads,
+            Way::Push => &mut self.pushes,
+        }
     }
 
     /// Gives up on a call; it comes back if nothing of it flies.
@@ -99,9 +124,9 @@ impl State {
         call.out = call.out.saturating_sub(1);
         if call.is_wanted() {
             call.back.push(part);
-            if !call.in_line {
-                call.in_line = true;
-                self.line.push_front(id);
+            let (way, was_in_line) = (call.way, std::mem::replace(&mut call.in_line, true));
+            if !was_in_line {
+                self.line(way).push_front(id);
             }
             return None;
         }
@@ -109,49 +134,65 @@ impl State {
         self.take_if_over(id)
     }
 
-    fn take_if_over(&mut self, id: u32) -> Option<Call> {
+    pub(super) fn take_if_over(&mut self, id: u32) -> Option<Call> {
         let call = self.calls.find(id)?;
         if !call.is_over() {
             return None;
         }
-        if call.in_line {
-            self.line.retain(|waiting| *waiting != id);
+        let (way, in_line) = (call.way, call.in_line);
+        if in_line {
+            self.line(way).retain(|waiting| *waiting != id);
         }
         self.calls.take(id)
     }
 
     /// Posts parts of the calls in line, as far as the rails have room, each rail's in one go.
-    pub(super) fn ring(&mut self, options: &VerbsOptions, over: &mut Vec<Call>) {
-        while let Some(&id) = self.line.front() {
-            match self.pick(id, options) {
-                Picked::Part => {}
-                Picked::Nothing => {
-                    self.line.pop_front();
-                    if let Some(call) = self.calls.find(id) {
-                        call.in_line = false;
-                    }
-                    over.extend(self.take_if_over(id));
-                }
-                Picked::NoRoom => break,
-            }
-        }
+    pub(super) fn ring(&mut self, options: &VerbsOptions, todo: &mut Todo) {
+        self.pick_all(Way::Read, todo, |state, id, _| state.pick_read(id));
+        self.pick_all(Way::Push, todo, |state, id, todo| state.pick_push(id, options, todo));
         let mut back = std::mem::take(&mut self.back);
         for rail in &mut self.rails {
             rail.ring(&mut back);
         }
         for part in back.drain(..) {
-            over.extend(self.came_back(part));
+            todo.over.extend(self.came_back(part));
         }
         self.back = back;
     }
 
+    /// Has `pick` take parts of the calls in a line, as long as there is room for them.
+    fn pick_all(
+        &mut self,
+        way: Way,
+        todo: &mut Todo,
+        mut pick: impl FnMut(&mut Self, u32, &mut Todo) -> Picked,
+    ) {
+        while let Some(&id) = self.line(way).front() {
+            match pick(self, id, todo) {
+                Picked::Part => {}
+                Picked::Nothing => {
+                    self.line(way).pop_front();
+                    if let Some(call) = self.calls.find(id) {
+                        call.in_line = false;
+                    }
+                    todo.over.extend(self.take_if_over(id));
+                }
+                Picked::OtherWay(other) => {
+                    self.line(way).pop_front();
+                    self.line(other).push_back(id);
+                }
+                Picked::NoRoom => break,
+            }
+        }
+    }
+
     /// Puts the next part of call `id` in line on the queue pair with the most room.
-    fn pick(&mut self, id: u32, options: &VerbsOptions) -> Picked {
+    fn pick_read(&mut self, id: u32) -> Picked {
         let Self { rails, calls, .. } = self;
         let Some(call) = calls.find(id).filter(|call| call.has_parts()) else {
             return Picked::Nothing;
         };
-        let bytes = call.next_part_bytes();
+        let bytes = call.next_part_bytes(PIECE_BYTES as usize);
         let soonest =
             rails.iter().enumerate().filter(|(_, rail)| rail.takes_more()).min_by(
                 |(_, one), (_, other)| one.ready_in(bytes).total_cmp(&other.ready_in(bytes)),
@@ -162,13 +203,11 @@ impl State {
         let rail = &mut rails[index];
         let place = rail.place(call.layer_index, call.identity.key.expert);
         let Some(place) = place else {
-            let (key, peer) = (call.key(), options.peer.clone());
-            call.failed = Some(FetchError::NotResident { key, peer });
-            return Picked::Nothing;
+            call.way = Way::Push;
+            return Picked::OtherWay(Way::Push);
         };
-        let Some(part) = call.back.pop().or_else(|| call.slot.part(PIECE_BYTES as usize)) else {
-            return Picked::Nothing;
-        };
+        call.generation = rail.generation();
+        let Some(part) = call.next_part(PIECE_BYTES as usize) else { return Picked::Nothing };
         // No overflow: a checked table's places hold whole records below the end of the address
         // space.
         let address = place.address.wrapping_add(part.range().start as u64);
@@ -182,8 +221,8 @@ impl State {
     pub(super) fn look(
         &mut self,
         options: &VerbsOptions,
-        over: &mut Vec<Call>,
-        mut landed: impl FnMut(LandedPart),
+        todo: &mut Todo,
+        mut landed: impl FnMut(Granted),
     ) -> bool {
         let mut found = false;
         let mut back = std::mem::take(&mut self.back);
@@ -195,7 +234,7 @@ impl State {
                 let call = calls.find(part.tag());
                 match result {
                     Ok(()) if call.as_ref().is_some_and(|call| call.is_wanted()) => {
-                        landed(part.landed());
+                        landed(Granted::to_nobody(part));
                     }
                     Ok(()) | Err(WorkError { status: WorkStatus::Flushed, .. }) => back.push(part),
                     Err(error) => {
@@ -209,9 +248,13 @@ impl State {
                     }
                 }
             });
+            found |= rail.look_at_pushes(|end| {
+                push_ended(end, calls, options, &mut todo.revoke, &mut landed);
+            });
+            rail.give_up_pushes(&mut todo.revoke);
         }
         for part in back.drain(..) {
-            over.extend(self.came_back(part));
+            todo.over.extend(self.came_back(part));
         }
         self.back = back;
         if found {
@@ -252,7 +295,8 @@ impl State {
 
     /// The backend is closed and no rail is left: every call comes back.
     pub(super) fn close(&mut self) -> Vec<Call> {
-        self.line.clear();
+        self.reads.clear();
+        self.pushes.clear();
         let mut all = Vec::new();
         for id in 0..self.calls.len() {
             let Some(mut call) = self.calls.take(id) else { continue };
@@ -266,8 +310,10 @@ impl State {
     }
 }
 
-enum Picked {
+pub(super) enum Picked {
     Part,
+    /// The call has changed its line.
+    OtherWay(Way),
     /// The call has no more parts.
     Nothing,
     /// No rail takes one.
