@@ -45,6 +45,10 @@ impl Pieces {
     /// Where a part that starts at `from` ends, if it is to have at most `most` bytes: at the end of
     /// a piece, and after one piece at least. The first part has the header, too.
     pub(crate) fn part_end(&self, from: usize, most: usize) -> usize {
+        // The last piece may be shorter than the others.
+        if self.record_bytes - from <= most {
+            return self.record_bytes;
+        }
         let first = from.max(self.header_bytes);
         let room = most.saturating_sub(first - from);
         let whole = (room / self.piece_bytes).max(1) * self.piece_bytes;

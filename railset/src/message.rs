@@ -30,7 +30,7 @@
 //! | QPN | 2 to 0xFF_FFFE | 24 bits; 0, 1 and 0xFF_FFFF name management and multicast, 3.5.10 |
 //! | PSN | 0 to 0xFF_FFFF | 24 bits |
 //! | credits | 1 to 1024 | receives that the peer keeps posted for each client and rail |
-//! | range bytes | 4096 to 1 GiB | what one request for a spilled expert may ask for |
+//! | range bytes | 1 MiB to 1 GiB | one request asks for a piece of 256 KiB and the longest header at least |
 //! | [`MAX_USAGE`] | 4096 | a report of every expert of a store is a few of them |
 //! | READ depth | 1 to 255 | `ibv_qp_attr.max_rd_atomic` has 8 bits; 0 would allow no READ |
 
@@ -54,7 +54,7 @@ pub const MAX_USAGE: usize = 4096;
 /// Most requests for spilled experts that a client has under way on a rail.
 pub const MAX_CREDITS: u16 = 1024;
 /// Fewest and most bytes that one request for a spilled expert may be allowed.
-pub const RANGE_BYTES: std::ops::RangeInclusive<u32> = 4096..=1 << 30;
+pub const RANGE_BYTES: std::ops::RangeInclusive<u32> = 1 << 20..=1 << 30;
 
 /// Bytes of an offer before its rails, and of each rail.
 const OFFER_BYTES: (usize, usize) = (32, 112);

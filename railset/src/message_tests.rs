@@ -161,7 +161,7 @@ fn a_value_that_cannot_be_is_refused_by_name() {
     assert!(offer(3, 3).contains("transfer 3 does not exist"));
     assert!(offer(25, 0xff).contains("credits is 65282, allowed are 1 to 1024"));
     assert!(offer(26, 1).contains("reserved bytes of the offer"));
-    assert!(offer(30, 0).contains("range bytes is 0, allowed are 4096 to 1073741824"));
+    assert!(offer(30, 0).contains("range bytes is 0, allowed are 1048576 to 1073741824"));
     assert!(offer(6, 1).contains("layers is 65630"));
     assert!(offer(32 + 1, 0).contains("port is 0"));
     assert!(offer(32 + 2, 3).contains("link layer 3 does not exist"));

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use gpu_sys::verbs::{
     CompletionQueue, Completions, MemoryRegion, Post, PreparedQueuePair, QueuePair,
-    QueuePairOptions, Remote, RemoteAccess, Signal, VerbsError, WorkError,
+    QueuePairOptions, Remote, RemoteAccess, Signal, VerbsError, WorkCompletion, WorkError,
 };
 use railset::choose::RailSpec;
 use railset::driver;
@@ -36,9 +36,6 @@ const LOOK_COMPLETIONS: usize = 32;
 /// Send requests per request of a part: its own, a READ and a release, and those that have ended and
 /// not been reported.
 const SENDS_PER_REQUEST: u32 = 4;
-/// Of what one request may ask for, so much is left for the record's header, which comes with the
-/// first part.
-const HEADER_ROOM: u32 = 64 << 10;
 
 /// A part, and what lets the peer write to it.
 pub(super) struct Granted {
@@ -225,10 +222,9 @@ impl PushLane {
         self.terms
     }
 
-    /// Most bytes of a part, apart from the record's header.
+    /// Most bytes of a part.
     pub(super) fn part_bytes(&self) -> usize {
-        (self.terms.range_bytes.saturating_sub(HEADER_ROOM)).max(self.terms.range_bytes / 2)
-            as usize
+        self.terms.range_bytes as usize
     }
 
     /// Requests under way, or about to be.
@@ -295,18 +291,21 @@ impl PushLane {
     fn send(&mut self, message: &[u8]) -> Result<(), String> {
         let post = Post::send(None, message, Signal::No);
         self.batch.push(post.map_err(|refused| refused.reason.to_string())?);
-        self.post_batch()
+        self.post_batch().map_err(|(_, why)| why)
     }
 
     /// Posts the one request in the batch.
-    fn post_batch(&mut self) -> Result<(), String> {
+    ///
+    /// # Errors
+    /// It was not taken: what it carried comes back.
+    fn post_batch(&mut self) -> Result<(), (Option<Part>, String)> {
         let posted = self.pair.post(&mut self.batch);
-        let left = self.batch.len();
-        self.batch.clear();
-        match posted {
-            Ok(_) if left == 0 => Ok(()),
-            Ok(_) => Err("the queue pair for spilled experts is full".into()),
-            Err(error) => Err(error.to_string()),
+        let left = self.batch.pop().map(Post::into_carried);
+        match (posted, left) {
+            (Ok(_), None) => Ok(()),
+            (Ok(_), Some(left)) => Err((left, "the queue pair for spilled experts is full".into())),
+            // One that the device may have taken stays with the queue pair.
+            (Err(error), left) => Err((left.flatten(), error.to_string())),
         }
     }
 
@@ -319,9 +318,10 @@ impl PushLane {
         if found == 0 {
             return Ok(false);
         }
-        let completions = std::mem::replace(&mut self.completions, Completions::with_room(1));
         let mut why = None;
-        for completion in completions.iter() {
+        let mut taken: [Option<WorkCompletion>; LOOK_COMPLETIONS] = [None; LOOK_COMPLETIONS];
+        taken.iter_mut().zip(self.completions.iter()).for_each(|(place, it)| *place = Some(it));
+        for completion in taken.into_iter().flatten() {
             let done = match completion.is_receive() {
                 true => self.received(&completion, each),
                 false => self.settled(&completion, each),
@@ -330,14 +330,13 @@ impl PushLane {
                 why.get_or_insert(error);
             }
         }
-        self.completions = completions;
         self.progress = Instant::now();
         why.map_or(Ok(true), Err)
     }
 
     fn received(
         &mut self,
-        completion: &gpu_sys::verbs::WorkCompletion,
+        completion: &WorkCompletion,
         each: &mut impl FnMut(PushEnd),
     ) -> Result<(), String> {
         let mut receipt = Err("nothing was received".to_owned());
@@ -372,7 +371,8 @@ impl PushLane {
             return Ok(());
         }
         if bytes != asked {
-            drop(granted);
+            self.rate.came(asked.into(), Instant::now(), false);
+            each(PushEnd::Refused(granted, PushStatus::Busy));
             return Err(format!("the peer sent a receipt for {bytes} of {asked} bytes"));
         }
         match self.terms.transfer {
@@ -381,27 +381,46 @@ impl PushLane {
                 each(PushEnd::Landed(granted));
                 Ok(())
             }
-            Transfer::Stage => self.read_staged(id, granted, staged, asked),
+            Transfer::Stage => match self.read_staged(id, granted, staged, asked) {
+                Ok(()) => Ok(()),
+                Err(refused) => {
+                    let (part, why) = *refused;
+                    self.rate.came(asked.into(), Instant::now(), false);
+                    each(PushEnd::Refused(Granted::to_nobody(part), PushStatus::Busy));
+                    Err(why)
+                }
+            },
         }
     }
 
     /// READs what the peer holds ready.
+    ///
+    /// # Errors
+    /// It cannot be posted: the part comes back.
     fn read_staged(
         &mut self,
         id: u64,
         granted: Granted,
         staged: Window,
         bytes: u32,
-    ) -> Result<(), String> {
+    ) -> Result<(), Box<(Part, String)>> {
         // Nothing was granted, so nothing can stand against taking it back.
         let Some(part) = granted.revoke() else { return Ok(()) };
         let Some(region) = self.device.region(part.arena_id()) else {
-            return Err(format!("an arena is not registered with {}", self.device.name()));
+            let why = format!("an arena is not registered with {}", self.device.name());
+            return Err(Box::new((part, why)));
         };
         let remote = Remote { address: staged.address, rkey: staged.rkey };
-        let post = Post::read(Some(part), &region, remote, Signal::Yes);
-        self.batch.push(post.map_err(|refused| refused.reason.to_string())?);
-        self.post_batch()?;
+        let refused = match Post::read(Some(part), &region, remote, Signal::Yes) {
+            Ok(post) => {
+                self.batch.push(post);
+                self.post_batch().err()
+            }
+            Err(refused) => Some((refused.carried, refused.reason.to_string())),
+        };
+        if let Some((Some(part), why)) = refused {
+            return Err(Box::new((part, why)));
+        }
         self.staged.push_back(id);
         self.pending[id as u32 as usize] = Some(Pending { id, granted: None, bytes });
         Ok(())
@@ -409,7 +428,7 @@ impl PushLane {
 
     fn settled(
         &mut self,
-        completion: &gpu_sys::verbs::WorkCompletion,
+        completion: &WorkCompletion,
         each: &mut impl FnMut(PushEnd),
     ) -> Result<(), String> {
         let mut ended: Result<(), WorkError> = Ok(());

@@ -59,7 +59,9 @@ impl State {
         let Some((rail, lane)) = soonest.filter(|(_, lane)| lane.has_room()) else {
             return Picked::NoRoom;
         };
-        let Some(part) = call.next_part(lane.part_bytes()) else { return Picked::Nothing };
+        let Some(part) = call.next_part(lane.part_bytes()) else {
+            return Picked::Nothing;
+        };
         lane.reserve(part.range().len());
         call.out += 1;
         call.was_pushed = true;

@@ -44,6 +44,14 @@ impl Pages {
         unsafe { start.write_bytes(value, bytes) };
     }
 
+    pub(crate) fn put(&self, at: usize, bytes: &[u8]) {
+        assert!(at + bytes.len() <= self.0.len());
+        let start = self.0.address().as_ptr().wrapping_add(at);
+        // SAFETY: inside the pages, as asserted, which no reference is to; what a device reads of
+        // them meanwhile is a mixture.
+        unsafe { start.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+    }
+
     pub(crate) fn bytes(&self, at: usize, bytes: usize) -> Vec<u8> {
         assert!(at + bytes <= self.0.len());
         let start = self.0.address().as_ptr().wrapping_add(at);

@@ -1,0 +1,159 @@
+//! The grant: what a peer may write, and that it ends before anybody looks.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use expert_tier::error::FetchError;
+use expert_tier::testing::{TestStore, small_arena};
+use expert_tier::tier::ExpertTier;
+use expert_tier::verbs::VerbsOptions;
+
+use crate::cables::{connect, keys, one_rail};
+use crate::peer_support::{BOUND, assert_right, fetch, fetch_until_right, wait_until};
+use crate::pusher::{self, SPOIL_AT, TERMS, done};
+
+/// Rounds of a peer that goes on writing.
+const ROUNDS: usize = 100;
+
+#[test]
+#[ignore = "needs RDMA devices: scripts/test-verbs"]
+fn a_peer_that_writes_without_pause_changes_nothing_that_was_handed_out() {
+    let store = Arc::new(TestStore::new(1, 2, &[250_001], 83));
+    let theirs = Arc::clone(&store);
+    let (peer, seen) = pusher::start(&store, TERMS, move |it, fetch| {
+        it.push(&theirs, &fetch)?;
+        // Until the client's device refuses, which ends this queue pair.
+        while !it.is_over() && it.write(SPOIL_AT, &fetch, fetch.bytes as usize).is_ok() {
+            it.seen.spoilt.fetch_add(1, Ordering::Relaxed);
+        }
+        anyhow::bail!("refused")
+    });
+    let tier = connect(VerbsOptions { attempts: 50, ..one_rail(peer.address()) });
+    let (keys, arena) = (keys(&tier), small_arena(1));
+    let (mut handed_out, mut rejected) = (0, 0);
+    while handed_out < ROUNDS {
+        match fetch(&tier, &arena, keys[handed_out % 2]) {
+            Ok(fetched) => {
+                let refused = seen.refused.load(Ordering::Relaxed);
+                let watch = Instant::now();
+                // Until the peer has met with the revocation, and a look more.
+                loop {
+                    let last = seen.refused.load(Ordering::Relaxed) > refused
+                        || watch.elapsed() > Duration::from_millis(50);
+                    assert_right(&store, keys[handed_out % 2], &fetched);
+                    if last {
+                        break;
+                    }
+                }
+                handed_out += 1;
+            }
+            Err(failure) => {
+                // What was written after the receipt and before the revocation is found out.
+                let passes = failure.error.is_transient();
+                assert!(
+                    passes || matches!(&*failure.error, FetchError::Mismatch { .. }),
+                    "{failure}"
+                );
+                rejected += 1;
+            }
+        }
+        assert!(rejected < 20 * ROUNDS, "{handed_out} handed out, {rejected} rejected");
+    }
+    let count = |of: &std::sync::atomic::AtomicUsize| of.load(Ordering::Relaxed);
+    let (spoilt, refused) = (count(&seen.spoilt), count(&seen.refused));
+    println!(
+        "{handed_out} records handed out, {rejected} fetches failed; {spoilt} WRITEs after a \
+              receipt went through, {refused} were refused"
+    );
+    assert!(refused >= ROUNDS, "the peer was to be writing when it was stopped");
+}
+
+#[test]
+#[ignore = "needs RDMA devices: scripts/test-verbs"]
+fn a_peer_may_write_what_was_asked_for_and_not_a_byte_more() {
+    let store = Arc::new(TestStore::mixed(84));
+    let theirs = Arc::clone(&store);
+    // One byte before, one behind, and all of it, for one record after the other.
+    let (peer, seen) = pusher::start(&store, TERMS, move |it, fetch| {
+        let bytes = fetch.bytes as usize;
+        let mut wrong = fetch;
+        let ended = match it.nth % 3 {
+            0 => {
+                wrong.into.address -= 1;
+                it.write(SPOIL_AT, &wrong, bytes)
+            }
+            1 => it.write(SPOIL_AT, &wrong, bytes + 1),
+            _ => return it.push(&theirs, &fetch),
+        };
+        assert!(ended.is_err(), "a WRITE outside the grant went through");
+        anyhow::bail!("refused")
+    });
+    let (tier, arena) = (connect(one_rail(peer.address())), small_arena(1));
+    for &key in &keys(&tier)[6..9] {
+        fetch_until_right(&tier, &arena, &store, key);
+    }
+    assert!(seen.refused.load(Ordering::Relaxed) >= 6);
+}
+
+#[test]
+#[ignore = "needs RDMA devices: scripts/test-verbs"]
+fn a_slot_whose_push_never_came_is_taken_back_and_cannot_be_written_any_more() {
+    let store = Arc::new(TestStore::new(1, 2, &[250_001], 85));
+    let theirs = Arc::clone(&store);
+    let (peer, seen) = pusher::start(&store, TERMS, move |it, fetch| {
+        if fetch.expert == 1 {
+            return it.push(&theirs, &fetch);
+        }
+        // Says nothing, and writes once the client has given up on it.
+        let asked = Instant::now();
+        while !it.is_over() && asked.elapsed() < BOUND {
+            std::thread::yield_now();
+        }
+        assert!(it.write(SPOIL_AT, &fetch, fetch.bytes as usize).is_err(), "it was written");
+        anyhow::bail!("refused")
+    });
+    let deadline = Duration::from_millis(300);
+    let total = Duration::from_millis(1500);
+    let tier = connect(VerbsOptions { deadline, total, ..one_rail(peer.address()) });
+    let (keys, arena) = (keys(&tier), small_arena(1));
+    for _ in 0..10 {
+        let started = Instant::now();
+        let failure = fetch(&tier, &arena, keys[0]).expect_err("nothing comes");
+        println!("after {:?}: {failure}", started.elapsed());
+        assert!(failure.error.is_transient(), "{failure}");
+        assert!(started.elapsed() < total + Duration::from_secs(2));
+        drop(failure);
+        wait_until("the slot back", || arena.free_slots() == 1);
+        fetch_until_right(&tier, &arena, &store, keys[1]);
+    }
+    assert!(seen.refused.load(Ordering::Relaxed) >= 10, "the peer was to try");
+}
+
+#[test]
+#[ignore = "needs RDMA devices: scripts/test-verbs"]
+fn a_cancelled_push_keeps_its_slot_until_the_peer_is_done_with_it() {
+    let store = Arc::new(TestStore::new(1, 2, &[250_001], 86));
+    let theirs = Arc::clone(&store);
+    let (go, may_go) = std::sync::mpsc::channel::<()>();
+    let may_go = std::sync::Mutex::new(may_go);
+    let (peer, _) = pusher::start(&store, TERMS, move |it, fetch| {
+        may_go.lock().expect("one thread").recv_timeout(BOUND)?;
+        it.load(&theirs, &fetch);
+        it.write(0, &fetch, fetch.bytes as usize)?;
+        it.receipt(done(&fetch))
+    });
+    let (tier, arena) = (connect(one_rail(peer.address())), small_arena(1));
+    let keys = keys(&tier);
+    for _ in 0..5 {
+        let queue = expert_tier::tier::CompletionQueue::new();
+        let ticket = crate::peer_support::submit(&tier, &arena, &keys[..1], &queue)[0];
+        tier.cancel(ticket);
+        assert_eq!(arena.free_slots(), 0, "free while the peer may write");
+        go.send(()).expect("a peer that waits");
+        let outcome = tier.poll(&queue, BOUND).expect("an end in time").outcome;
+        assert!(matches!(&*outcome.unwrap_err().error, FetchError::Cancelled { .. }));
+        wait_until("the slot back", || arena.free_slots() == 1);
+    }
+    assert_eq!(tier.reconnects(), 0);
+}
