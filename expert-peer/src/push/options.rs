@@ -54,6 +54,17 @@ impl Default for PushOptions {
     }
 }
 
+impl PushOptions {
+    /// Most bytes that one device has registered for pushes.
+    pub(crate) fn locked_bytes(&self) -> u64 {
+        match self.source {
+            SpillWish::Auto => self.buffers.max(self.pinned),
+            SpillWish::Direct => self.buffers,
+            SpillWish::Mmap => self.pinned,
+        }
+    }
+}
+
 /// Why spilled records cannot be sent as they should.
 #[derive(Debug, thiserror::Error)]
 pub enum PushError {

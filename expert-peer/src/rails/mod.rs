@@ -165,7 +165,7 @@ impl Published {
         };
         let devices: Vec<_> = served.iter().map(most).collect();
         let terms = plan.spill(push.transfer);
-        let buffers = terms.map_or(0, |_| push.buffers);
+        let buffers = terms.map_or(0, |_| push.locked_bytes());
         let bytes = plan.bytes().saturating_add(buffers);
         hold_against_limits(&devices, bytes, LockLimit::current())?;
         let pages = Arc::new(resident::load(store, plan)?);

@@ -57,8 +57,7 @@ impl Slots {
         })
     }
 
-    /// The reader comes first: whether there can be one is known before memory is pinned for it
-    /// twice.
+    /// Pins the slots, has the reader made that fills them, and registers them with every device.
     fn open(
         makings: &Makings<'_>,
         reader: impl FnOnce(&Arc<SlotMemory>) -> Result<Reader, PushError>,
