@@ -10,12 +10,16 @@ use std::time::Duration;
 use anyhow::Context;
 use clap::Args;
 use gpu_sys::env;
+#[cfg(metrale_rdma_verbs)]
+use railset::message::Transfer;
 use signal_hook::consts::{SIGINT, SIGTERM};
 
 pub use crate::program::{
     HostPort, LOG_HELP, UsageError, complain, exit_code, one_line, printable, read_secret,
     start_logging, store_error,
 };
+#[cfg(metrale_rdma_verbs)]
+use crate::push::{PushOptions, SpillWish};
 #[cfg(metrale_rdma_verbs)]
 use crate::rails::RailsWish;
 use crate::server::{Exposure, PeerError, PeerOptions, Server, Shutdown};
@@ -52,6 +56,9 @@ pub struct RunArgs {
     #[cfg(metrale_rdma_verbs)]
     #[arg(long, value_name = "BYTES")]
     dram_budget: Option<ByteSize>,
+    #[cfg(metrale_rdma_verbs)]
+    #[command(flatten)]
+    push: PushArgs,
     /// Serve Prometheus metrics at http://HOST:PORT/metrics
     #[arg(long, value_name = "HOST:PORT")]
     metrics_listen: Option<HostPort>,
@@ -67,6 +74,64 @@ pub struct RunArgs {
     #[arg(long, default_value_t = 10_000, value_name = "MS",
         value_parser = clap::value_parser!(u64).range(0..=600_000))]
     drain_ms: u64,
+}
+
+/// How records are sent that are not in memory.
+#[cfg(metrale_rdma_verbs)]
+#[derive(Args, Debug)]
+struct PushArgs {
+    /// Where records that are not in memory are read from: `direct` past the page cache, `mmap` the
+    /// files' own pages (Linux 6.2 or later), `auto` the first of these that works, or else ordinary
+    /// reads
+    #[arg(long, value_name = "SOURCE", default_value = "auto")]
+    spill_source: SpillWish,
+    /// How they come to clients: `push` into the client's memory, `stage` into the peer's, from
+    /// where the client READs them
+    #[arg(long, value_name = "TRANSFER", default_value = "push",
+        value_parser = transfer)]
+    spill_transfer: Transfer,
+    /// Memory for the buffers that they are read into
+    #[arg(long, value_name = "BYTES", default_value = "32MiB")]
+    push_buffers: ByteSize,
+    /// Reads that the disk has at once
+    #[arg(long, value_name = "N", default_value_t = 32,
+        value_parser = clap::value_parser!(u32).range(1..=1024))]
+    push_reads: u32,
+    /// Most memory of file pages that are being sent, with `--spill-source mmap`
+    #[arg(long, value_name = "BYTES", default_value = "64MiB")]
+    push_pinned: ByteSize,
+    /// Longest time until the last byte that was asked for is read; a client should wait longer
+    #[arg(long, value_name = "MS", default_value_t = 1000,
+        value_parser = clap::value_parser!(u64).range(1..=600_000))]
+    push_deadline_ms: u64,
+    /// Longest time in which a client must READ what was staged for it
+    #[arg(long, value_name = "MS", default_value_t = 5000,
+        value_parser = clap::value_parser!(u64).range(1..=600_000))]
+    stage_lease_ms: u64,
+}
+
+#[cfg(metrale_rdma_verbs)]
+impl PushArgs {
+    fn options(&self) -> PushOptions {
+        PushOptions {
+            source: self.spill_source,
+            transfer: self.spill_transfer,
+            buffers: self.push_buffers.0,
+            reads: self.push_reads,
+            pinned: self.push_pinned.0,
+            deadline: Duration::from_millis(self.push_deadline_ms),
+            lease: Duration::from_millis(self.stage_lease_ms),
+        }
+    }
+}
+
+#[cfg(metrale_rdma_verbs)]
+fn transfer(text: &str) -> Result<Transfer, &'static str> {
+    match text {
+        "push" => Ok(Transfer::Push),
+        "stage" => Ok(Transfer::Stage),
+        _ => Err("neither push nor stage"),
+    }
 }
 
 /// Runs a peer until SIGTERM or SIGINT; a second signal ends it at once.
@@ -134,6 +199,8 @@ fn options(args: &RunArgs) -> anyhow::Result<PeerOptions> {
         rails: rails(&args.rails)?,
         #[cfg(metrale_rdma_verbs)]
         dram_budget: args.dram_budget.map(|budget| budget.0),
+        #[cfg(metrale_rdma_verbs)]
+        push: args.push.options(),
         ..PeerOptions::new(store)
     })
 }

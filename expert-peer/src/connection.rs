@@ -309,7 +309,10 @@ impl Connection {
         let mut body = vec![0; usize::try_from(header.body_bytes).unwrap_or(usize::MAX)];
         self.read_rest(&mut body)?;
         let Some(published) = &self.shared.published else { return Err(End::NoRails) };
-        let client = self.rail_client.get_or_insert_with(|| RailClient::new(published));
+        let client = match &mut self.rail_client {
+            Some(client) => client,
+            none => none.insert(RailClient::new(published, &self.socket)?),
+        };
         let pairs_before = client.queue_pairs();
         let answers = client.on_message(kind, &body);
         let queue_pairs = client.queue_pairs();

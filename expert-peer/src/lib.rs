@@ -16,6 +16,8 @@ mod meters;
 mod metrics_http;
 mod program;
 #[cfg(metrale_rdma_verbs)]
+mod push;
+#[cfg(metrale_rdma_verbs)]
 mod rails;
 mod registry;
 mod sendfile;
@@ -24,6 +26,8 @@ mod status;
 pub mod values;
 
 #[cfg(metrale_rdma_verbs)]
+pub use push::{PushError, PushOptions, SpillWish};
+#[cfg(metrale_rdma_verbs)]
 pub use rails::{RailsError, RailsWish};
 pub use server::{Exposure, PeerError, PeerOptions, Server, Shutdown};
-pub use status::StatusReport;
+pub use status::{PushReport, StatusReport};

@@ -13,7 +13,7 @@ enum Kind {
     Histogram,
 }
 
-const TABLE: [(&str, Kind, Unit, &str); 7] = [
+const TABLE: [(&str, Kind, Unit, &str); 13] = [
     ("metrale_peer_requests_total", Kind::Counter, Unit::Count, "requests answered, by status"),
     ("metrale_peer_bytes_total", Kind::Counter, Unit::Bytes, "bytes of records sent"),
     (
@@ -37,6 +37,37 @@ const TABLE: [(&str, Kind, Unit, &str); 7] = [
     ),
     ("metrale_peer_clients", Kind::Gauge, Unit::Count, "clients attached"),
     ("metrale_peer_connections", Kind::Gauge, Unit::Count, "connections open, attached or not"),
+    (
+        "metrale_peer_pushes_total",
+        Kind::Counter,
+        Unit::Count,
+        "requests for spilled records answered, by status",
+    ),
+    ("metrale_peer_push_bytes_total", Kind::Counter, Unit::Bytes, "bytes of spilled records sent"),
+    (
+        "metrale_peer_push_read_errors_total",
+        Kind::Counter,
+        Unit::Count,
+        "reads of spilled records that failed",
+    ),
+    (
+        "metrale_peer_push_lanes_broken_total",
+        Kind::Counter,
+        Unit::Count,
+        "clients' queue pairs for spilled records that broke, or whose client broke the protocol",
+    ),
+    (
+        "metrale_peer_push_lanes",
+        Kind::Gauge,
+        Unit::Count,
+        "clients' queue pairs for spilled records",
+    ),
+    (
+        "metrale_peer_push_queue",
+        Kind::Gauge,
+        Unit::Count,
+        "requests for spilled records that wait or are being read",
+    ),
 ];
 
 /// Tells the exporter that is installed what the peer's metrics mean.

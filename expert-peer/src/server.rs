@@ -17,10 +17,12 @@ use rustix::io::Errno;
 
 use crate::connection::Connection;
 #[cfg(metrale_rdma_verbs)]
+use crate::push::PushOptions;
+#[cfg(metrale_rdma_verbs)]
 use crate::rails::{Published, RailsError, RailsWish};
 use crate::registry::Registry;
 use crate::sendfile::Sendfile;
-use crate::status::{StatusReport, Tally};
+use crate::status::{PushReport, StatusReport, Tally};
 
 /// How often the accepting thread looks whether it should stop.
 const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
@@ -50,6 +52,9 @@ pub struct PeerOptions {
     /// Most bytes of memory for the records that clients READ; `None` for all of them.
     #[cfg(metrale_rdma_verbs)]
     pub dram_budget: Option<u64>,
+    /// How the other records are sent.
+    #[cfg(metrale_rdma_verbs)]
+    pub push: PushOptions,
 }
 
 /// Whether a peer may be reached by others without proof.
@@ -78,6 +83,8 @@ impl PeerOptions {
             rails: RailsWish::default(),
             #[cfg(metrale_rdma_verbs)]
             dram_budget: None,
+            #[cfg(metrale_rdma_verbs)]
+            push: PushOptions::default(),
         }
     }
 }
@@ -158,7 +165,7 @@ pub struct Server {
 /// What every connection needs.
 pub(crate) struct Shared {
     pub(crate) options: PeerOptions,
-    pub(crate) store: ExpertStore,
+    pub(crate) store: Arc<ExpertStore>,
     pub(crate) registry: Arc<Registry>,
     pub(crate) tally: Tally,
     pub(crate) shutdown: Shutdown,
@@ -180,14 +187,16 @@ impl Server {
         if exposed && options.exposure != Exposure::Insecure {
             return Err(PeerError::Exposed { listen });
         }
-        let store = ExpertStore::open(&options.store)?;
+        let store = Arc::new(ExpertStore::open(&options.store)?);
         let bound = TcpListener::bind(listen).and_then(|listener| {
             listener.set_nonblocking(true)?;
             Ok((listener.local_addr()?, listener))
         });
         let (address, listener) = bound.map_err(|source| PeerError::Listen { listen, source })?;
         #[cfg(metrale_rdma_verbs)]
-        let published = Published::new(&store, &options.rails, options.dram_budget)?.map(Arc::new);
+        let published = Published::new(&store, &options.rails, options.dram_budget, &options.push)?;
+        #[cfg(metrale_rdma_verbs)]
+        let published = published.map(Arc::new);
         let registry = Registry::new(options.max_clients.max(1) as usize);
         let (tally, sendfile) = (Tally::new(), Sendfile::new());
         let shared = Shared {
@@ -313,6 +322,7 @@ impl Shared {
     pub(crate) fn status(&self) -> StatusReport {
         let (clients, connections) = self.registry.counts();
         let manifest = self.store.manifest();
+        let pushes = self.pushes();
         StatusReport {
             version: env!("CARGO_PKG_VERSION").into(),
             fingerprint: manifest.fingerprint().to_string(),
@@ -333,9 +343,32 @@ impl Shared {
             rails: self.rails(),
             resident_records: self.resident().0,
             resident_bytes: self.resident().1,
-            queue_pairs: Tally::read(&self.tally.queue_pairs),
+            queue_pairs: Tally::read(&self.tally.queue_pairs) + pushes.push_lanes,
             verbs_calls: verbs_calls(),
+            pushes,
         }
+    }
+
+    #[cfg(metrale_rdma_verbs)]
+    fn pushes(&self) -> PushReport {
+        let published = self.published.as_ref();
+        let Some(((source, transfer), counts)) = published.and_then(|it| it.pushes()) else {
+            return PushReport::default();
+        };
+        PushReport {
+            pushes: counts.pushes,
+            pushed_bytes: counts.bytes,
+            push_errors: counts.errors,
+            push_queue: counts.queue,
+            push_lanes: counts.lanes,
+            spill_source: source.into(),
+            spill_transfer: transfer.into(),
+        }
+    }
+
+    #[cfg(not(metrale_rdma_verbs))]
+    fn pushes(&self) -> PushReport {
+        PushReport::default()
     }
 
     #[cfg(metrale_rdma_verbs)]

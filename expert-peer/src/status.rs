@@ -50,6 +50,42 @@ pub struct StatusReport {
     pub queue_pairs: u64,
     /// Work requests posted and completion queues looked at by this process: none for a READ.
     pub verbs_calls: u64,
+    /// How spilled records are sent.
+    #[serde(flatten)]
+    pub pushes: PushReport,
+}
+
+/// How a peer sends the records that are not in its memory, and what has come of it.
+#[derive(Clone, Debug, Serialize, Deserialize, PartialEq)]
+pub struct PushReport {
+    /// Requests for spilled records that got their bytes.
+    pub pushes: u64,
+    /// Those bytes.
+    pub pushed_bytes: u64,
+    /// Requests for spilled records that got an error, and clients whose pushes broke down.
+    pub push_errors: u64,
+    /// Requests for spilled records that wait or are under way.
+    pub push_queue: u64,
+    /// Queue pairs of clients for spilled records; they are among `queue_pairs`.
+    pub push_lanes: u64,
+    /// Where spilled records are read from: `direct`, `mmap`, `buffered`, or `none` where none are.
+    pub spill_source: String,
+    /// How they come to clients: `push`, `stage`, or `none`.
+    pub spill_transfer: String,
+}
+
+impl Default for PushReport {
+    fn default() -> Self {
+        Self {
+            pushes: 0,
+            pushed_bytes: 0,
+            push_errors: 0,
+            push_queue: 0,
+            push_lanes: 0,
+            spill_source: "none".into(),
+            spill_transfer: "none".into(),
+        }
+    }
 }
 
 /// The peer's own counters, beside those of the `metrics` crate: a status must not depend on an

@@ -54,7 +54,7 @@
 mod account;
 pub mod arena;
 pub mod checker;
-mod direct;
+pub mod direct;
 pub mod dtype;
 pub mod error;
 pub mod fallback;

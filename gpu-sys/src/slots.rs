@@ -5,6 +5,7 @@
 //! that reads them meanwhile gets a mixture; nothing of what it does changes them, since the memory
 //! can be registered for reading alone ([`SlotMemory`]).
 
+use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -95,6 +96,40 @@ impl PinnedSlot {
     }
 }
 
+/// Bytes of a slot that are written to a peer from; the slot is nobody's else meanwhile.
+#[derive(Debug)]
+pub struct SlotPart {
+    slot: PinnedSlot,
+    range: Range<usize>,
+}
+
+impl PinnedSlot {
+    /// Lets `range` of it be sent; a range that does not lie in the slot is cut to what does.
+    #[must_use]
+    pub fn into_part(self, range: Range<usize>) -> SlotPart {
+        let end = range.end.min(self.bytes);
+        SlotPart { range: range.start.min(end)..end, slot: self }
+    }
+}
+
+impl SlotPart {
+    /// The slot, when nothing is sent from it any more.
+    #[must_use]
+    pub fn into_slot(self) -> PinnedSlot {
+        self.slot
+    }
+}
+
+#[cfg(metrale_rdma_verbs)]
+// SAFETY: the range lies in the slot, as `into_part` made sure; the slot is filled with zeros at
+// first, stays mapped and where it is, and is in here, so nobody writes to it.
+unsafe impl crate::verbs::Source for SlotPart {
+    fn source(&self) -> (NonNull<u8>, usize) {
+        // SAFETY: as above, the start of the range is inside the slot or its end.
+        (unsafe { self.slot.start.add(self.range.start) }, self.range.len())
+    }
+}
+
 #[cfg(metrale_rdma_verbs)]
 // SAFETY: one mapping, made once and unmapped when dropped; nobody is let write to it.
 unsafe impl crate::verbs::Memory for SlotMemory {
@@ -128,6 +163,22 @@ mod tests {
             let offset = slot.start().as_ptr().addr() - memory.pages().address().as_ptr().addr();
             assert_eq!(offset, index * 4096);
             assert!(slot.bytes().iter().all(|byte| usize::from(*byte) == index + 1));
+        }
+    }
+
+    #[cfg(metrale_rdma_verbs)]
+    #[test]
+    fn a_part_is_inside_its_slot_whatever_was_asked_for() {
+        use crate::verbs::Source;
+        let (_memory, mut slots) = pin_slots(4096, 2, options()).unwrap();
+        let mut slot = slots.remove(0);
+        let start = slot.start();
+        for (range, offset, bytes) in [(1..9, 1, 8), (4000..9000, 4000, 96), (5000..6000, 4096, 0)]
+        {
+            let part = slot.into_part(range);
+            let (at, length) = part.source();
+            assert_eq!((at.addr().get() - start.addr().get(), length), (offset, bytes));
+            slot = part.into_slot();
         }
     }
 

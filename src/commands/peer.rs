@@ -4,8 +4,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Context;
-use expert_peer::StatusReport;
 use expert_peer::cli::{HostPort, LOG_HELP, UsageError};
+use expert_peer::{PushReport, StatusReport};
 use expert_tier::tcp::Dialler;
 use gpu_sys::env;
 
@@ -74,6 +74,8 @@ fn status(args: &StatusArgs) -> anyhow::Result<()> {
         [] => "none".to_owned(),
         rails => rails.join(", "),
     };
+    let PushReport { pushes, pushed_bytes, push_errors, push_queue, .. } = &status.pushes;
+    let PushReport { push_lanes, spill_source, spill_transfer, .. } = &status.pushes;
     let state = if status.draining { "draining" } else { "serving" };
     output::text(&format!(
         "{state} {model}, {}, {}\n\
@@ -81,6 +83,8 @@ fn status(args: &StatusArgs) -> anyhow::Result<()> {
          clients  {clients} of {max_clients}, {}\n\
          requests {served} served, {}, {} refused, {bytes} bytes\n\
          rails    {rails}, {} in {resident_bytes} bytes of memory, {}\n\
+         spilled  read by {spill_source}, sent by {spill_transfer}: {pushes} sent, \
+         {pushed_bytes} bytes, {push_queue} waiting, {}, {}\n\
          process  version {version}, up {uptime_s:.0} s, {cpu_s:.2} s of processor time, \
          {rss_bytes} bytes resident\n",
         count(status.layers, "layer"),
@@ -90,5 +94,7 @@ fn status(args: &StatusArgs) -> anyhow::Result<()> {
         count(status.refused, "connection"),
         count(status.resident_records, "record"),
         count(status.queue_pairs, "queue pair"),
+        count(*push_errors, "error"),
+        count(*push_lanes, "queue pair"),
     ))
 }

@@ -1,5 +1,7 @@
 //! One client's queue pairs: made in its handshake, gone with its connection.
 
+use std::io;
+use std::net::TcpStream;
 use std::sync::Arc;
 
 use gpu_sys::verbs::{CompletionQueue, QueuePair, QueuePairOptions, RemoteAccess, VerbsError};
@@ -11,6 +13,7 @@ use railset::wire::DecodeError;
 use rand::Rng;
 
 use super::Published;
+use crate::push::LaneTicket;
 
 /// Why a client's rails end.
 #[derive(Debug, thiserror::Error)]
@@ -24,6 +27,9 @@ pub(crate) enum ClientEnd {
     /// The device gave a queue pair a number that none can have.
     #[error("a device made a queue pair that cannot be: {0}")]
     QueuePair(#[from] DecodeError),
+    /// The control connection cannot be shared with the thread that pushes.
+    #[error("no descriptor for a client's pushes: {0}; `ulimit -n` limits descriptors")]
+    Socket(#[source] io::Error),
 }
 
 /// The rails of one connection.
@@ -32,15 +38,21 @@ pub(crate) struct RailClient {
     machine: PeerHandshake,
     /// Nothing is ever posted on them; dropping them ends the client's access.
     pairs: Vec<QueuePair<()>>,
+    /// The client's queue pairs for spilled records, which end with these.
+    lanes: Vec<LaneTicket>,
+    socket: TcpStream,
 }
 
 impl RailClient {
-    pub(crate) fn new(published: &Arc<Published>) -> Self {
+    /// For the client whose control connection is `socket`.
+    pub(crate) fn new(published: &Arc<Published>, socket: &TcpStream) -> Result<Self, ClientEnd> {
         let machine = PeerHandshake::new(Arc::clone(&published.rails));
-        Self { published: Arc::clone(published), machine, pairs: Vec::new() }
+        let socket = socket.try_clone().map_err(ClientEnd::Socket)?;
+        let (published, pairs, lanes) = (Arc::clone(published), Vec::new(), Vec::new());
+        Ok(Self { published, machine, pairs, lanes, socket })
     }
 
-    /// Queue pairs of this client.
+    /// Queue pairs of this client that it READs through.
     pub(crate) fn queue_pairs(&self) -> usize {
         self.pairs.len()
     }
@@ -74,7 +86,7 @@ impl RailClient {
     }
 
     fn create(&mut self, create: &CreateConnected) -> Result<Vec<QueuePairEnd>, ClientEnd> {
-        let CreateConnected { local, bring_up, .. } = create;
+        let CreateConnected { local, bring_up, push } = create;
         let domain = &self.published.domains[usize::from(bring_up.index)];
         // Nothing is posted, but a queue pair without a place for one request cannot be made.
         let count = bring_up.remote.len() as u32;
@@ -88,13 +100,36 @@ impl RailClient {
             remote_access: RemoteAccess::Read,
         };
         let mut ends = Vec::with_capacity(bring_up.remote.len());
-        for &remote in &bring_up.remote {
+        let reads = bring_up.remote.len() - usize::from(push.is_some());
+        for &remote in &bring_up.remote[..reads] {
             let prepared = QueuePair::prepare(domain, &queue, &queue, options)?;
             let psn = Psn::from_random(rand::rng().next_u32());
             ends.push(QueuePairEnd { qpn: Qpn::new(prepared.number())?, psn });
             let (remote, local) = driver::ends(bring_up, local, remote, psn);
             self.pairs.push(prepared.connect(&remote, &local).map_err(|error| error.source)?);
         }
+        if let (Some(_), Some(&remote)) = (push, bring_up.remote.last()) {
+            ends.push(self.open_lane(create, remote)?);
+        }
         Ok(ends)
+    }
+
+    /// Makes the queue pair for spilled records, and hands it to the thread that serves them.
+    fn open_lane(
+        &mut self,
+        create: &CreateConnected,
+        remote: QueuePairEnd,
+    ) -> Result<QueuePairEnd, ClientEnd> {
+        let CreateConnected { local, bring_up, .. } = create;
+        let at = usize::from(bring_up.index);
+        let nothing = HandshakeError::NothingSpilled { index: bring_up.index };
+        let push = self.published.push.as_ref().ok_or(nothing)?;
+        let lane = push.prepare(self.published.of_rail[at], local.port)?;
+        let psn = Psn::from_random(rand::rng().next_u32());
+        let end = QueuePairEnd { qpn: Qpn::new(lane.number())?, psn };
+        let (remote, local) = driver::ends(bring_up, local, remote, psn);
+        let socket = self.socket.try_clone().map_err(ClientEnd::Socket)?;
+        self.lanes.push(push.connect(lane, &remote, &local, socket)?);
+        Ok(end)
     }
 }

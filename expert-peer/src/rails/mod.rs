@@ -27,6 +27,7 @@ use railset::pairing::{ServeError, serve_rails};
 use railset::table::{Column, LayerTable, SPILLED, Table, TableError};
 
 use crate::ledger::Ledger;
+use crate::push::{PushCounts, PushEngine, PushError, PushOptions};
 pub(crate) use client::{ClientEnd, RailClient};
 use resident::Plan;
 
@@ -121,15 +122,22 @@ pub enum RailsError {
         /// What is too large.
         source: TableError,
     },
+    /// Spilled records cannot be sent.
+    #[error("{0}; without --dram-budget nothing is spilled")]
+    Push(#[from] PushError),
 }
 
 /// What is offered to every client.
 pub(crate) struct Published {
     rails: Arc<PeerRails>,
     domains: Vec<Arc<ProtectionDomain>>,
+    /// For each rail which device it is on, by the order of the devices.
+    of_rail: Vec<usize>,
     table: Table,
     plan: Plan,
     ledger: Arc<Ledger>,
+    /// What serves the records that are spilled, if any are.
+    push: Option<PushEngine>,
     // Holds the memory; registrations hold it too, and go first.
     _regions: Vec<MemoryRegion>,
 }
@@ -144,9 +152,10 @@ impl Published {
     /// Reads, registers and describes all of `store`; `None` where there is no rail and none was
     /// asked for.
     pub(crate) fn new(
-        store: &ExpertStore,
+        store: &Arc<ExpertStore>,
         wish: &RailsWish,
         dram_budget: Option<u64>,
+        push: &PushOptions,
     ) -> Result<Option<Self>, RailsError> {
         let Some((library, specs)) = find_rails(wish)? else { return Ok(None) };
         let plan = Plan::of(store, dram_budget)?;
@@ -155,17 +164,22 @@ impl Published {
             (device.context.name().to_owned(), device.context.limits().max_mr_size)
         };
         let devices: Vec<_> = served.iter().map(most).collect();
-        hold_against_limits(&devices, plan.bytes(), LockLimit::current())?;
+        let terms = plan.spill(push.transfer);
+        let buffers = terms.map_or(0, |_| push.locked_bytes());
+        let bytes = plan.bytes().saturating_add(buffers);
+        hold_against_limits(&devices, bytes, LockLimit::current())?;
         let pages = Arc::new(resident::load(store, plan)?);
         let regions = register(&served, &pages, plan)?;
         let table = describe(store, plan, &of_rail, &regions)?;
         let layers = table.layers().len() as u32;
         let most_pairs = MAX_QPS_PER_RAIL as u8;
-        let rails =
-            PeerRails::new(&specs, most_pairs, layers, GENERATION, plan.slot_bytes, plan.spill());
+        let rails = PeerRails::new(&specs, most_pairs, layers, GENERATION, plan.slot_bytes, terms);
         let domains = of_rail.iter().map(|&device| Arc::clone(&served[device].domain)).collect();
         let (rails, ledger) = (Arc::new(rails), Arc::new(Ledger::new(store.manifest())));
-        Ok(Some(Self { rails, domains, table, plan, ledger, _regions: regions }))
+        let devices = served.iter().map(|device| Arc::clone(&device.domain)).collect();
+        let start = |terms| PushEngine::start(store, &ledger, devices, terms, push);
+        let push = terms.map(start).transpose()?;
+        Ok(Some(Self { rails, domains, of_rail, table, plan, ledger, push, _regions: regions }))
     }
 
     /// Devices of the rails, in the order of the offer.
@@ -179,6 +193,11 @@ impl Published {
     /// What is known of each record.
     pub(crate) fn ledger(&self) -> &Arc<Ledger> {
         &self.ledger
+    }
+
+    /// Where spilled records come from and how, and what has come of it; `None` where none are.
+    pub(crate) fn pushes(&self) -> Option<((&'static str, &'static str), PushCounts)> {
+        self.push.as_ref().map(|push| (push.names(), push.counts()))
     }
 
     /// Records held in memory, and the bytes of the region that holds them.

@@ -54,9 +54,8 @@ impl Plan {
     }
 
     /// How the records come that have no slot, if there are any.
-    pub(super) fn spill(&self) -> Option<SpillTerms> {
-        let terms =
-            SpillTerms { transfer: Transfer::Push, credits: CREDITS, range_bytes: RANGE_BYTES };
+    pub(super) fn spill(&self, transfer: Transfer) -> Option<SpillTerms> {
+        let terms = SpillTerms { transfer, credits: CREDITS, range_bytes: RANGE_BYTES };
         (self.slots < self.records).then_some(terms)
     }
 

@@ -1,10 +1,12 @@
 //! Reading a store past the page cache: `O_DIRECT` through io_uring, into memory that the reader
 //! owns until the last byte is there.
 //!
-//! [`DirectFiles`] finds out whether the store's files can be read so, and names the reason where
-//! they cannot; [`ring`] does the reading.
+//! `DirectFiles` finds out whether the store's files can be read so, and names the reason where
+//! they cannot; `ring` does the reading. [`SlotReader`] reads into slots for others than the backends
+//! of this crate.
 
 pub(crate) mod ring;
+mod slots;
 mod table;
 
 use std::fs::File;
@@ -12,6 +14,7 @@ use std::io;
 
 use rustix::fs::{AtFlags, Mode, OFlags, StatxFlags};
 
+pub use self::slots::{SlotRead, SlotReadEnd, SlotReader, SlotReaderOptions};
 use crate::layout::STRIDE_ALIGN;
 use crate::store::ExpertStore;
 use crate::store::manifest::layer_file_name;
@@ -66,7 +69,8 @@ pub enum NotDirect {
 
 impl NotDirect {
     /// The value of the label `reason` in metrics.
-    pub(crate) fn name(&self) -> &'static str {
+    #[must_use]
+    pub fn name(&self) -> &'static str {
         match self {
             Self::Open { .. } => "o_direct_refused",
             Self::Unsupported { .. } => "no_direct_reads",

@@ -23,7 +23,7 @@
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -286,7 +286,21 @@ impl<M, U> Ring<M, U> {
     }
 }
 
+impl<M, U> AsFd for Driver<M, U> {
+    /// Readable when a read has ended, for poll(2); [`turn`](Self::turn) then has something to do.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: the ring is open as long as the driver has it.
+        unsafe { BorrowedFd::borrow_raw(self.core.uring.as_raw_fd()) }
+    }
+}
+
 impl<M: Target, U> Driver<M, U> {
+    /// Takes a job, as [`Ring::submit`] does, from the driver's own thread, which needs no bell.
+    pub(crate) fn submit(&mut self, extent: Extent, memory: M, tag: U) {
+        let piece_bytes = self.core.options.piece_bytes;
+        self.core.lock().add(extent, memory, tag, piece_bytes);
+    }
+
     /// Starts reads, waits up to `wait` for completions or the bell, reports what arrived, and
     /// adds the jobs that ended to `finished`.
     ///

@@ -298,7 +298,7 @@ fn what_has_arrived_is_reported_even_if_the_kernel_refuses_to_go_on() {
     // The ring's descriptor becomes one of a file that has nothing to do with io_uring.
     let fd = driver.core.uring.as_raw_fd();
     // SAFETY: the descriptor is open as long as the driver is.
-    let kept = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) }.try_clone_to_owned().unwrap();
+    let kept = unsafe { BorrowedFd::borrow_raw(fd) }.try_clone_to_owned().unwrap();
     let null = rustix::fs::open("/dev/null", OFlags::RDWR, Mode::empty()).unwrap();
     redirect(&null, fd);
     writes.write_all(&[1; 4096]).unwrap();

@@ -115,6 +115,12 @@ impl ExpertStore {
         &self.manifest
     }
 
+    /// The open file of every layer, in the layout's order.
+    #[must_use]
+    pub fn files(&self) -> &[File] {
+        &self.files
+    }
+
     /// Fills `out` with the bytes of record `key` that start at `offset` within it.
     ///
     /// Offsets run over the whole stride: header, payload and padding.

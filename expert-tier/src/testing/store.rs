@@ -52,8 +52,20 @@ impl TestStore {
     /// A store of the given shape; see [`SyntheticSpec::new`].
     #[must_use]
     pub fn new(layers: u32, experts: u32, payload_bytes: &[u64], seed: u64) -> Self {
+        Self::new_in(&std::env::temp_dir(), layers, experts, payload_bytes, seed)
+    }
+
+    /// The same, in a directory in `place`.
+    #[must_use]
+    pub fn new_in(
+        place: &Path,
+        layers: u32,
+        experts: u32,
+        payload_bytes: &[u64],
+        seed: u64,
+    ) -> Self {
         let spec = SyntheticSpec::new(layers, experts, payload_bytes, seed).expect("small store");
-        let dir = tempfile::tempdir().expect("a temporary directory");
+        let dir = tempfile::tempdir_in(place).expect("a temporary directory");
         pack_synthetic(&spec, &dir.path().join("store")).expect("packing a small store");
         Self { dir, spec }
     }

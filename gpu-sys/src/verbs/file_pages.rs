@@ -1,11 +1,14 @@
-//! Whether a device registers the pages of a file as they are.
+//! The pages of a file, registered as they are.
 //!
 //! A peer that serves from the page cache needs a read-only shared mapping of the store's file to be
-//! registered. Kernels differ: Linux 6.1 refuses it with `EFAULT`, 6.12 does it without a copy. There
+//! registered. Nobody here ever looks at such a mapping: of a file that was truncated meanwhile the
+//! registration fails, where a look would end in SIGBUS. Kernels differ: Linux 6.1 refuses it with `EFAULT`, 6.12 does it without a copy. There
 //! is nothing to ask, so it is tried, on a file of our own that no name leads to: nobody else can
 //! shorten it, and its bytes are never looked at.
 
+use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -15,6 +18,8 @@ use rustix::fs::{MemfdFlags, Mode, OFlags, ftruncate, memfd_create, open};
 
 use super::error::VerbsError;
 use super::memory::{Access, Memory, MemoryRegion, ProtectionDomain};
+use super::post::Source;
+use crate::slots::SlotPart;
 
 /// Two pages of the largest size that any supported machine has (64 KiB on some aarch64 kernels).
 const PROBE_BYTES: usize = 128 * 1024;
@@ -39,7 +44,7 @@ pub fn probe_file_pages(
     domain: &Arc<ProtectionDomain>,
     dir: &Path,
 ) -> Result<FilePages, VerbsError> {
-    let mapping = FileMapping::new(dir).map_err(|source| VerbsError::Call {
+    let mapping = FileMapping::probe(dir).map_err(|source| VerbsError::Call {
         call: "a mapping of a file",
         on: dir.display().to_string(),
         source,
@@ -60,17 +65,42 @@ fn is_refusal(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EFAULT | libc::EINVAL | libc::EOPNOTSUPP))
 }
 
-/// A read-only shared mapping of a file that has no name.
-struct FileMapping(MmapRaw);
+/// A read-only shared mapping of a file, for devices alone.
+#[derive(Debug)]
+pub struct FileMapping(MmapRaw);
+
+/// A range of a mapped file that is written to a peer from.
+#[derive(Debug)]
+pub struct FilePart {
+    mapping: Arc<FileMapping>,
+    range: Range<usize>,
+}
 
 impl FileMapping {
-    fn new(dir: &Path) -> io::Result<Self> {
+    /// Maps the first `bytes` of `file`.
+    ///
+    /// # Errors
+    /// There are none, or the file cannot be mapped.
+    pub fn of(file: &File, bytes: u64) -> io::Result<Arc<Self>> {
+        let length = usize::try_from(bytes).ok().filter(|length| *length > 0);
+        let length = length.ok_or(io::ErrorKind::InvalidInput)?;
+        // The mapping keeps the file.
+        MmapOptions::new().len(length).map_raw_read_only(file).map(|raw| Arc::new(Self(raw)))
+    }
+
+    /// Lets `range` of it be sent; a range that does not lie in the mapping is cut to what does.
+    #[must_use]
+    pub fn part(self: &Arc<Self>, range: Range<usize>) -> FilePart {
+        let end = range.end.min(self.0.len());
+        FilePart { mapping: Arc::clone(self), range: range.start.min(end)..end }
+    }
+
+    fn probe(dir: &Path) -> io::Result<Self> {
         let flags = OFlags::RDWR | OFlags::TMPFILE | OFlags::CLOEXEC;
         let file = open(dir, flags, Mode::RUSR | Mode::WUSR)
             .or_else(|_| memfd_create("metrale-probe", MemfdFlags::CLOEXEC))?;
         ftruncate(&file, PROBE_BYTES as u64)?;
-        let file = std::fs::File::from(file);
-        // The mapping keeps the file.
+        let file = File::from(file);
         MmapOptions::new().len(PROBE_BYTES).map_raw_read_only(&file).map(Self)
     }
 }
@@ -81,6 +111,39 @@ unsafe impl Memory for FileMapping {
     fn region(&self) -> (NonNull<u8>, usize) {
         let start = NonNull::new(self.0.as_mut_ptr());
         (start.expect("mmap of a length above zero is never null"), self.0.len())
+    }
+
+    fn takes_writes(&self) -> bool {
+        false
+    }
+}
+
+// SAFETY: the range lies in the mapping, as `part` made sure, which is held. The device sends from
+// pages that it has pinned, whatever becomes of the file; nobody else looks at them through this.
+unsafe impl Source for FilePart {
+    fn source(&self) -> (NonNull<u8>, usize) {
+        let (start, _) = self.mapping.region();
+        // SAFETY: as above, the start of the range is inside the mapping or its end.
+        (unsafe { start.add(self.range.start) }, self.range.len())
+    }
+}
+
+/// What WRITEs come from at a peer that has records both in slots and in files.
+#[derive(Debug)]
+pub enum WriteFrom {
+    /// A part of a pinned slot.
+    Slot(SlotPart),
+    /// A part of a mapped file.
+    File(FilePart),
+}
+
+// SAFETY: the bytes of whichever it is.
+unsafe impl Source for WriteFrom {
+    fn source(&self) -> (NonNull<u8>, usize) {
+        match self {
+            Self::Slot(part) => part.source(),
+            Self::File(part) => part.source(),
+        }
     }
 }
 
@@ -114,7 +177,7 @@ mod tests {
     fn a_file_without_a_name_is_mapped_wherever_the_directory_is() {
         let dir = tempfile::tempdir().unwrap();
         for dir in [dir.path(), Path::new("/proc"), Path::new("/absent")] {
-            let mapping = FileMapping::new(dir).unwrap();
+            let mapping = FileMapping::probe(dir).unwrap();
             assert_eq!(mapping.region().1, PROBE_BYTES, "{}", dir.display());
         }
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "nothing is left behind");

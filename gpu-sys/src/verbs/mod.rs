@@ -47,7 +47,7 @@ pub use error::{ConnectError, DeregError, PostError, PostRefused, SettleError, V
 pub use events::AsyncEvent;
 #[cfg(test)]
 pub(crate) use fake::device as fake_device;
-pub use file_pages::{FilePages, probe_file_pages};
+pub use file_pages::{FileMapping, FilePages, FilePart, WriteFrom, probe_file_pages};
 pub use library::{DeviceListing, Library};
 pub use memory::{Access, Memory, MemoryRegion, ProtectionDomain};
 pub use port::{GidEntry, GidKind, LinkLayer, Mtu, PhysicalState, PortFacts, PortState};

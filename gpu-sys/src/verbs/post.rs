@@ -42,6 +42,20 @@ pub unsafe trait Source {
     fn source(&self) -> (NonNull<u8>, usize);
 }
 
+// SAFETY: the bytes of what is there, and none where nothing is.
+unsafe impl<T: Source> Source for Option<T> {
+    fn source(&self) -> (NonNull<u8>, usize) {
+        self.as_ref().map_or((NonNull::dangling(), 0), T::source)
+    }
+}
+
+// SAFETY: the bytes of the first, which lives as long; what comes with it is the caller's.
+unsafe impl<T: Source, U> Source for (T, U) {
+    fn source(&self) -> (NonNull<u8>, usize) {
+        self.0.source()
+    }
+}
+
 /// Bytes at a peer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Remote {

@@ -1,0 +1,313 @@
+//! Who is served next: the requests of every lane, cut into chunks, without I/O and without a clock.
+//!
+//! A request goes through these states:
+//!
+//! ```text
+//! waits        no chunk of it has been given out
+//! reads        some have; each is counted until its read has ended, whatever becomes of the request
+//! (sent)       its last chunk has been read: its receipt follows that chunk's WRITE, and it is gone
+//! staged       stage only: the client has its receipt, and the place until Release or the lease's end
+//! ```
+//!
+//! The bounds, and what holds them:
+//!
+//! * requests of a lane: `credits`, with the receipts that could not be sent yet. A client that goes
+//!   beyond breaks the protocol ([`Breach`]), so a lane's memory is bounded by what it was offered.
+//! * chunks of all lanes that the disk has: `reads`.
+//! * chunks of one lane that hold a buffer: `per_lane`, so that a client which takes nothing does
+//!   not hold every buffer.
+//! * time of a request until its last chunk is read: `deadline`.
+//!
+//! Lanes take turns chunk by chunk; within a lane the oldest request comes first.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::{Duration, Instant};
+
+use railset::push::{Fetch, PushStatus, Receipt, Window};
+
+use super::place::Place;
+
+/// Direct reads start and end at multiples of it, in records and in files alike.
+pub(super) const PAGE_BYTES: u64 = 4096;
+
+/// Names a lane: the queue pair of one client on one rail.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub(super) struct LaneId(pub(super) u64);
+
+/// The bounds.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Limits {
+    pub(super) credits: usize,
+    /// Bytes that a chunk is read with, a multiple of [`PAGE_BYTES`] and at least two of them.
+    pub(super) chunk_bytes: u64,
+    pub(super) reads: usize,
+    pub(super) per_lane: usize,
+    pub(super) deadline: Duration,
+    pub(super) lease: Duration,
+    /// Whether receipts say where the bytes are staged.
+    pub(super) stages: bool,
+}
+
+/// A chunk to be read: `bytes` bytes of the record from `from` on, whole pages of it, of which
+/// `wanted` bytes after the first `skip` are asked for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Chunk {
+    pub(super) lane: LaneId,
+    /// The request's number in this desk.
+    pub(super) request: u64,
+    pub(super) place: Place,
+    pub(super) from: u64,
+    pub(super) bytes: usize,
+    pub(super) skip: usize,
+    pub(super) wanted: usize,
+}
+
+/// What becomes of a chunk whose read has ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Verdict {
+    /// It is to be written there; with its request's receipt behind it, if it was the last one.
+    Write(Window, Option<Receipt>),
+    /// It stays where it is, for the client to READ; the receipt lacks only where that is.
+    Stage(Receipt),
+    /// Its request ends with this receipt, without it.
+    Fail(Receipt),
+    /// Its request has ended already.
+    Forget,
+}
+
+/// A client that does what none may.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub(super) enum Breach {
+    #[error("more than the {credits} requests under way that it was given credits for")]
+    Credits { credits: usize },
+    #[error("a request for a staged record that names memory of the client's")]
+    Window,
+}
+
+/// What has taken too long.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Overdue {
+    /// A request, which ends with this receipt.
+    Request(LaneId, Receipt),
+    /// The lease of what was staged for a request.
+    Lease(LaneId, u64),
+}
+
+/// The requests of every lane.
+pub(super) struct Desk {
+    limits: Limits,
+    lanes: BTreeMap<LaneId, Lane>,
+    /// The next lane to be served comes first.
+    turns: VecDeque<LaneId>,
+    /// Chunks that the disk has.
+    reading: usize,
+    next_request: u64,
+}
+
+#[derive(Default)]
+struct Lane {
+    /// Oldest first.
+    requests: VecDeque<Request>,
+    /// Ids whose bytes the client may READ, and until when.
+    staged: VecDeque<(u64, Instant)>,
+    /// Chunks that hold a buffer.
+    held: usize,
+}
+
+struct Request {
+    number: u64,
+    fetch: Fetch,
+    place: Place,
+    begun: Instant,
+    /// Where in the record the next chunk starts.
+    next: u64,
+    reading: usize,
+}
+
+impl Request {
+    fn end(&self) -> u64 {
+        self.fetch.offset + u64::from(self.fetch.bytes)
+    }
+
+    fn ended(&self, status: PushStatus) -> Receipt {
+        let bytes = if status == PushStatus::Done { self.fetch.bytes } else { 0 };
+        Receipt { id: self.fetch.id, status, bytes, staged: Window::default() }
+    }
+
+    /// The next chunk, at most `chunk_bytes` of whole pages.
+    fn take_chunk(&mut self, lane: LaneId, chunk_bytes: u64) -> Chunk {
+        let from = self.next - self.next % PAGE_BYTES;
+        let end = self.end().min(from + chunk_bytes);
+        let (skip, wanted) = (self.next - from, end - self.next);
+        let bytes = (end - from).next_multiple_of(PAGE_BYTES);
+        self.next = end;
+        self.reading += 1;
+        // A chunk is a few hundred kilobytes.
+        let (bytes, skip, wanted) = (bytes as usize, skip as usize, wanted as usize);
+        Chunk { lane, request: self.number, place: self.place, from, bytes, skip, wanted }
+    }
+}
+
+impl Desk {
+    pub(super) fn new(limits: Limits) -> Self {
+        let (lanes, turns) = (BTreeMap::new(), VecDeque::new());
+        Self { limits, lanes, turns, reading: 0, next_request: 0 }
+    }
+
+    pub(super) fn add_lane(&mut self, lane: LaneId) {
+        self.lanes.insert(lane, Lane::default());
+        self.turns.push_back(lane);
+    }
+
+    /// Forgets a lane and its requests; its reads under way still count as the disk's.
+    pub(super) fn remove_lane(&mut self, lane: LaneId) {
+        self.lanes.remove(&lane);
+        self.turns.retain(|turn| *turn != lane);
+    }
+
+    /// Requests waiting or under way.
+    pub(super) fn queued(&self) -> usize {
+        self.lanes.values().map(|lane| lane.requests.len()).sum()
+    }
+
+    /// Takes a request. `place` says where the record is, or why it cannot be had; `unsent` is how
+    /// many receipts of the lane have not left. A receipt that comes back is the request's end.
+    pub(super) fn fetch(
+        &mut self,
+        id: LaneId,
+        fetch: Fetch,
+        place: Result<Place, PushStatus>,
+        unsent: usize,
+        now: Instant,
+    ) -> Result<Option<Receipt>, Breach> {
+        let credits = self.limits.credits;
+        let Some(lane) = self.lanes.get_mut(&id) else { return Ok(None) };
+        if lane.requests.len() + lane.staged.len() + unsent >= credits {
+            return Err(Breach::Credits { credits });
+        }
+        if self.limits.stages && fetch.into != Window::default() {
+            return Err(Breach::Window);
+        }
+        let refused = |status| {
+            Ok(Some(Receipt { id: fetch.id, status, bytes: 0, staged: Window::default() }))
+        };
+        let live = lane.requests.iter().map(|request| request.fetch.id);
+        if live.chain(lane.staged.iter().map(|staged| staged.0)).any(|live| live == fetch.id) {
+            return refused(PushStatus::InUse);
+        }
+        let place = match place {
+            Ok(place) => place,
+            Err(status) => return refused(status),
+        };
+        let (number, next) = (self.next_request, fetch.offset);
+        self.next_request += 1;
+        lane.requests.push_back(Request { number, fetch, place, begun: now, next, reading: 0 });
+        Ok(None)
+    }
+
+    /// The client has READ what was staged for request `id`; says if anything was.
+    pub(super) fn release(&mut self, lane: LaneId, id: u64) -> bool {
+        let Some(lane) = self.lanes.get_mut(&lane) else { return false };
+        let before = lane.staged.len();
+        lane.staged.retain(|staged| staged.0 != id);
+        lane.staged.len() < before
+    }
+
+    /// The next chunk to be read, if there is one that may be; for a caller that has a buffer.
+    pub(super) fn next_chunk(&mut self) -> Option<Chunk> {
+        if self.reading >= self.limits.reads {
+            return None;
+        }
+        for _ in 0..self.turns.len() {
+            let id = self.turns.pop_front()?;
+            self.turns.push_back(id);
+            let Some(lane) = self.lanes.get_mut(&id) else { continue };
+            if lane.held >= self.limits.per_lane {
+                continue;
+            }
+            let Some(request) = lane.requests.iter_mut().find(|it| it.next < it.end()) else {
+                continue;
+            };
+            lane.held += 1;
+            self.reading += 1;
+            return Some(request.take_chunk(id, self.limits.chunk_bytes));
+        }
+        None
+    }
+
+    /// A chunk's read has ended. Unless it is to be written or staged, its buffer is free.
+    pub(super) fn read(&mut self, chunk: &Chunk, all_there: bool, now: Instant) -> Verdict {
+        self.reading = self.reading.saturating_sub(1);
+        let verdict = self.judge(chunk, all_there, now);
+        if matches!(verdict, Verdict::Fail(_) | Verdict::Forget) {
+            self.released(chunk.lane);
+        }
+        verdict
+    }
+
+    fn judge(&mut self, chunk: &Chunk, all_there: bool, now: Instant) -> Verdict {
+        let Some(lane) = self.lanes.get_mut(&chunk.lane) else { return Verdict::Forget };
+        let at = lane.requests.iter().position(|request| request.number == chunk.request);
+        let Some(request) = at.and_then(|at| lane.requests.get_mut(at)) else {
+            return Verdict::Forget;
+        };
+        request.reading -= 1;
+        let last = request.reading == 0 && request.next >= request.end();
+        let mut window = request.fetch.into;
+        let first = chunk.from + chunk.skip as u64 - request.fetch.offset;
+        // A client whose window ends beyond all addresses gets what its device says of that.
+        window.address = window.address.wrapping_add(first);
+        if !last && all_there {
+            return Verdict::Write(window, None);
+        }
+        let status = if all_there { PushStatus::Done } else { PushStatus::Unreadable };
+        let receipt = request.ended(status);
+        at.and_then(|at| lane.requests.remove(at));
+        if !all_there {
+            return Verdict::Fail(receipt);
+        }
+        if self.limits.stages {
+            lane.staged.push_back((receipt.id, now + self.limits.lease));
+            return Verdict::Stage(receipt);
+        }
+        Verdict::Write(window, Some(receipt))
+    }
+
+    /// A buffer of the lane's is free again.
+    pub(super) fn released(&mut self, lane: LaneId) {
+        if let Some(lane) = self.lanes.get_mut(&lane) {
+            lane.held = lane.held.saturating_sub(1);
+        }
+    }
+
+    /// Ends what has taken too long. A request that waited for its turn or for a buffer finds the
+    /// peer busy; one that the disk has kept is unreadable, and its buffers stay the disk's until
+    /// the reads end.
+    pub(super) fn expire(&mut self, now: Instant, mut each: impl FnMut(Overdue)) {
+        let deadline = self.limits.deadline;
+        for (&id, lane) in &mut self.lanes {
+            let late = |request: &mut Request| now >= request.begun + deadline;
+            while let Some(request) = lane.requests.pop_front_if(late) {
+                let kept = request.reading > 0;
+                let status = if kept { PushStatus::Unreadable } else { PushStatus::Busy };
+                each(Overdue::Request(id, request.ended(status)));
+            }
+            while let Some((staged, _)) = lane.staged.pop_front_if(|(_, until)| now >= *until) {
+                each(Overdue::Lease(id, staged));
+            }
+        }
+    }
+
+    /// When [`expire`](Self::expire) is due next.
+    pub(super) fn next_deadline(&self) -> Option<Instant> {
+        let of_lane = |lane: &Lane| {
+            let request = lane.requests.front().map(|it| it.begun + self.limits.deadline);
+            request.into_iter().chain(lane.staged.front().map(|staged| staged.1)).min()
+        };
+        self.lanes.values().filter_map(of_lane).min()
+    }
+}
+
+#[cfg(test)]
+#[path = "desk_tests.rs"]
+mod tests;

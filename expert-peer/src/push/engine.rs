@@ -1,0 +1,367 @@
+//! The one thread that serves every lane: takes requests, has chunks read, WRITEs them, and sends
+//! receipts.
+//!
+//! It looks all the time while there is something to do, and for [`SPIN`] after; then it waits in
+//! poll(2) for a completion, a read, a new lane or the next deadline. Completion queues are armed
+//! only then.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::sync::mpsc::Receiver;
+use std::time::{Duration, Instant};
+
+use expert_tier::store::manifest::Manifest;
+use gpu_sys::slots::PinnedSlot;
+use gpu_sys::verbs::{CompletionChannel, Completions, MemoryRegion};
+use railset::message::SpillTerms;
+use railset::push::{Fetch, PushRequest, PushStatus, Receipt, Window};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::bell::Bell;
+use super::desk::{Chunk, Desk, LaneId, Limits, Overdue, Verdict};
+use super::lane::{Carried, Found, Lane, LaneEnd, filled};
+use super::place::Place;
+use super::spill::{Ended, Filled, Spill};
+use super::stats::PushStats;
+use crate::ledger::Ledger;
+
+/// How long the thread goes on looking when there has been nothing to do: about what waking up would
+/// cost.
+const SPIN: Duration = Duration::from_micros(50);
+/// Longest wait in poll(2); everything that ends one earlier has a descriptor or a deadline.
+const MOST_WAIT: Duration = Duration::from_secs(1);
+/// Most completions of a lane that one look takes, so that lanes take turns.
+const LOOK: usize = 32;
+
+/// What others tell the thread.
+pub(super) enum Mail {
+    Lane(LaneId, Box<Lane>),
+    Left(LaneId),
+    Stop,
+}
+
+/// What the thread works with. Fields are dropped in this order: lanes send from the source's bytes.
+pub(super) struct Engine {
+    pub(super) lanes: BTreeMap<LaneId, Lane>,
+    pub(super) staged: HashMap<(LaneId, u64), PinnedSlot>,
+    pub(super) spill: Spill,
+    pub(super) desk: Desk,
+    pub(super) terms: SpillTerms,
+    pub(super) manifest: Arc<Manifest>,
+    pub(super) ledger: Arc<Ledger>,
+    /// Of each device.
+    pub(super) channels: Vec<Arc<CompletionChannel>>,
+    pub(super) mail: Receiver<Mail>,
+    pub(super) bell: Bell,
+    pub(super) stats: Arc<PushStats>,
+}
+
+/// Room that the thread uses again and again.
+struct Room {
+    completions: Completions,
+    found: Found,
+    ended: Vec<Ended>,
+    ends: Vec<(LaneId, LaneEnd)>,
+}
+
+impl Engine {
+    /// The bounds of requests for a source and what is offered.
+    pub(super) fn limits(
+        terms: SpillTerms,
+        spill: &Spill,
+        options: &super::options::PushOptions,
+    ) -> Limits {
+        let stages = terms.transfer == railset::message::Transfer::Stage;
+        Limits {
+            credits: usize::from(terms.credits),
+            chunk_bytes: spill.chunk_bytes(),
+            reads: options.reads as usize,
+            per_lane: per_lane(spill.room()),
+            deadline: options.deadline,
+            lease: options.lease,
+            stages,
+        }
+    }
+
+    /// Serves until it is told to stop.
+    pub(super) fn run(mut self) {
+        let mut room = Room {
+            completions: Completions::with_room(LOOK),
+            found: Found::default(),
+            ended: Vec::new(),
+            ends: Vec::new(),
+        };
+        let mut quiet_since = None;
+        while let Some(mailed) = self.take_mail(&mut room.ends) {
+            let busy = self.turn(&mut room) || mailed;
+            if busy {
+                quiet_since = None;
+                continue;
+            }
+            let since = *quiet_since.get_or_insert_with(Instant::now);
+            if since.elapsed() < SPIN {
+                std::hint::spin_loop();
+                continue;
+            }
+            quiet_since = None;
+            if self.arm(&mut room.ends) && !self.turn(&mut room) {
+                self.wait();
+            }
+        }
+        let lanes: Vec<_> = self.lanes.keys().copied().collect();
+        lanes.into_iter().for_each(|lane| self.end_lane(lane, &LaneEnd::Left));
+    }
+
+    /// Says whether there was any; `None` is the end.
+    fn take_mail(&mut self, ends: &mut Vec<(LaneId, LaneEnd)>) -> Option<bool> {
+        let mut any = false;
+        while let Ok(mail) = self.mail.try_recv() {
+            any = true;
+            match mail {
+                Mail::Stop => return None,
+                Mail::Left(lane) => ends.push((lane, LaneEnd::Left)),
+                Mail::Lane(id, lane) => {
+                    self.desk.add_lane(id);
+                    self.lanes.insert(id, *lane);
+                }
+            }
+        }
+        Some(any)
+    }
+
+    /// Does what there is to do, without waiting; says if there was anything.
+    fn turn(&mut self, room: &mut Room) -> bool {
+        let mut busy = self.look_at_lanes(room);
+        let now = Instant::now();
+        self.spill.turn(&mut room.ended);
+        busy |= !room.ended.is_empty();
+        for end in room.ended.drain(..) {
+            self.on_read(end, now);
+        }
+        self.expire(now);
+        while self.spill.has_room()
+            && let Some(chunk) = self.desk.next_chunk()
+        {
+            busy = true;
+            let device = self.lanes.get(&chunk.lane).map_or(0, |lane| lane.device);
+            self.spill.start(chunk, device);
+        }
+        let Self { lanes, spill, .. } = self;
+        for (&id, lane) in lanes {
+            if let Err(end) = lane.flush(spill.region(lane.device)) {
+                room.ends.push((id, end));
+            }
+        }
+        for (lane, end) in room.ends.drain(..) {
+            self.end_lane(lane, &end);
+            busy = true;
+        }
+        self.stats.queued(self.desk.queued());
+        busy
+    }
+
+    fn look_at_lanes(&mut self, room: &mut Room) -> bool {
+        let mut busy = false;
+        let ids: Vec<_> = self.lanes.keys().copied().collect();
+        for id in ids {
+            let Some(lane) = self.lanes.get_mut(&id) else { continue };
+            let looked = lane.look(&mut room.completions, &mut room.found);
+            // What had ended before a failure has ended.
+            for carried in room.found.ended.drain(..) {
+                self.on_sent(id, carried);
+            }
+            let now = Instant::now();
+            let requests = std::mem::take(&mut room.found.requests);
+            let taken = looked.and_then(|count| {
+                busy |= count > 0;
+                requests.iter().try_for_each(|request| self.on_request(id, request, now))
+            });
+            room.found.requests = requests;
+            room.found.requests.clear();
+            if let Err(end) = taken {
+                room.ends.push((id, end));
+            }
+        }
+        busy
+    }
+
+    fn on_request(
+        &mut self,
+        id: LaneId,
+        request: &PushRequest,
+        now: Instant,
+    ) -> Result<(), LaneEnd> {
+        match *request {
+            PushRequest::Fetch(fetch) => self.on_fetch(id, fetch, now),
+            PushRequest::Release { id: request } => {
+                self.desk.release(id, request);
+                self.unstage(id, request);
+                Ok(())
+            }
+        }
+    }
+
+    fn on_fetch(&mut self, id: LaneId, fetch: Fetch, now: Instant) -> Result<(), LaneEnd> {
+        let place = Place::of(&self.manifest, &self.ledger, &fetch, self.terms.range_bytes);
+        let Some(lane) = self.lanes.get_mut(&id) else { return Ok(()) };
+        match self.desk.fetch(id, fetch, place, lane.unsent(), now)? {
+            Some(refused) => lane.receipt(refused),
+            None => {
+                if let (Ok(place), 0) = (place, fetch.offset) {
+                    self.ledger.fetched(place.key, 1);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A WRITE or a SEND has ended.
+    fn on_sent(&mut self, id: LaneId, carried: Carried) {
+        if let Some((status, bytes)) = carried.1.receipt {
+            self.stats.ended(status, bytes);
+        }
+        if let Some(filled) = filled(carried) {
+            self.spill.take_back(filled);
+            self.desk.released(id);
+        }
+    }
+
+    fn on_read(&mut self, end: Ended, now: Instant) {
+        let Ended { chunk, outcome } = end;
+        let verdict = self.desk.read(&chunk, outcome.is_ok(), now);
+        let filled = match outcome {
+            Ok(filled) => Some(filled),
+            Err(error) => {
+                self.stats.unreadable();
+                tracing::error!(key = %chunk.place.key, from = chunk.from, %error,
+                    "a spilled record could not be read");
+                None
+            }
+        };
+        let Some(lane) = self.lanes.get_mut(&chunk.lane) else {
+            return filled.into_iter().for_each(|filled| self.spill.take_back(filled));
+        };
+        match (verdict, filled) {
+            (Verdict::Write(into, receipt), Some(filled)) => {
+                lane.write(filled, into, chunk.skip..chunk.skip + chunk.wanted);
+                receipt.into_iter().for_each(|receipt| lane.receipt(receipt));
+            }
+            (Verdict::Stage(receipt), Some(Filled::Slot(slot))) => {
+                self.stage(&chunk, receipt, slot)
+            }
+            (Verdict::Fail(receipt), filled) => {
+                lane.receipt(receipt);
+                filled.into_iter().for_each(|filled| self.spill.take_back(filled));
+            }
+            (_, filled) => filled.into_iter().for_each(|filled| self.spill.take_back(filled)),
+        }
+    }
+
+    /// Tells the client where in the peer's memory the bytes are.
+    fn stage(&mut self, chunk: &Chunk, receipt: Receipt, slot: PinnedSlot) {
+        let Some(lane) = self.lanes.get_mut(&chunk.lane) else {
+            return self.spill.take_back(Filled::Slot(slot));
+        };
+        let rkey = self.spill.region(lane.device).map_or(0, MemoryRegion::rkey);
+        let address = slot.start().addr().get() as u64 + chunk.skip as u64;
+        lane.receipt(Receipt { staged: Window { address, rkey }, ..receipt });
+        self.staged.insert((chunk.lane, receipt.id), slot);
+    }
+
+    /// Takes the place back where the bytes of a request were staged.
+    fn unstage(&mut self, lane: LaneId, id: u64) {
+        if let Some(slot) = self.staged.remove(&(lane, id)) {
+            self.spill.take_back(Filled::Slot(slot));
+            self.desk.released(lane);
+        }
+    }
+
+    fn expire(&mut self, now: Instant) {
+        if self.desk.next_deadline().is_none_or(|due| due > now) {
+            return;
+        }
+        let mut leases = Vec::new();
+        let lanes = &mut self.lanes;
+        self.desk.expire(now, |overdue| match overdue {
+            Overdue::Request(id, receipt) => {
+                let lane = lanes.get_mut(&id);
+                lane.into_iter().for_each(|lane| lane.receipt(receipt));
+            }
+            Overdue::Lease(id, request) => leases.push((id, request)),
+        });
+        leases.into_iter().for_each(|(id, request)| self.unstage(id, request));
+    }
+
+    /// Destroys a lane's queue pair, and unless its client has left ends the client's connection.
+    fn end_lane(&mut self, id: LaneId, why: &LaneEnd) {
+        let Some(lane) = self.lanes.remove(&id) else { return };
+        let (device, socket) = (lane.device, lane.socket.try_clone());
+        if !matches!(why, LaneEnd::Left) {
+            let client = lane.socket.peer_addr().map(|address| address.to_string());
+            tracing::warn!(client = client.unwrap_or_default(), reason = %why,
+                "pushes to a client end, and its connection with them");
+            self.stats.lane_broke();
+        }
+        let spill = &mut self.spill;
+        if let Err(error) = lane.destroy(|filled| spill.take_back(filled)) {
+            tracing::error!(%error, device, "a queue pair for pushes is leaked with its buffers");
+        }
+        self.stats.lane_gone();
+        self.desk.remove_lane(id);
+        let left: Vec<_> = self.staged.keys().filter(|staged| staged.0 == id).copied().collect();
+        left.into_iter().for_each(|(lane, request)| self.unstage(lane, request));
+        if !matches!(why, LaneEnd::Left) {
+            // An error means that it has ended already.
+            let _shut = socket.map(|socket| socket.shutdown(std::net::Shutdown::Both));
+        }
+    }
+
+    /// Arms every lane; false if one ends by that.
+    fn arm(&mut self, ends: &mut Vec<(LaneId, LaneEnd)>) -> bool {
+        for (&id, lane) in &mut self.lanes {
+            if let Err(end) = lane.arm() {
+                ends.push((id, end));
+            }
+        }
+        ends.is_empty()
+    }
+
+    /// Waits until there may be something to do.
+    fn wait(&mut self) {
+        let left =
+            self.desk.next_deadline().map(|due| due.saturating_duration_since(Instant::now()));
+        let timeout = Timespec::try_from(left.unwrap_or(MOST_WAIT).min(MOST_WAIT)).ok();
+        let mut fds = vec![PollFd::new(&self.bell, PollFlags::IN)];
+        fds.extend(self.channels.iter().map(|channel| PollFd::new(channel, PollFlags::IN)));
+        let disk = self.spill.fd();
+        fds.extend(disk.as_ref().map(|fd| PollFd::new(fd, PollFlags::IN)));
+        // Interrupted or not, everything is looked at.
+        let _woken = poll(&mut fds, timeout.as_ref());
+        let woken: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
+        drop(fds);
+        if woken[0] {
+            self.bell.hush();
+        }
+        for (device, channel) in self.channels.iter().enumerate() {
+            if !woken[device + 1] {
+                continue;
+            }
+            if let Err(error) = channel.drain() {
+                tracing::error!(%error, device, "the completions of a device cannot be waited for");
+            }
+            let of_device = |lane: &&mut Lane| lane.device == device;
+            self.lanes.values_mut().filter(of_device).for_each(Lane::disarm);
+        }
+    }
+}
+
+/// Chunks that one lane may hold: a client that takes nothing of what is written to it keeps a
+/// quarter of all buffers at most, until its queue pair gives up.
+pub(super) fn per_lane(room: usize) -> usize {
+    (room / 4).max(2).min(room)
+}
+
+/// How a request that was taken has ended, for the counters.
+pub(super) fn is_error(status: PushStatus) -> bool {
+    status != PushStatus::Done
+}

@@ -1,0 +1,207 @@
+//! Sending the records that are not in memory: pushes, and stages.
+//!
+//! A client has one queue pair for them on each rail, its *lane*; the queue pairs that READs come on
+//! are never touched. One thread serves every lane ([`engine`]), by a desk that says who is next
+//! ([`desk`]), from a source that reads the disk beside it ([`spill`]).
+//!
+//! A lane whose queue pair breaks is ended with its client's control connection: the client's other
+//! queue pairs go with that, and it comes back with new ones. Nobody else is affected.
+
+mod bell;
+mod desk;
+mod engine;
+mod lane;
+mod options;
+mod place;
+mod spill;
+mod stats;
+
+use std::collections::{BTreeMap, HashMap};
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Sender, channel};
+use std::thread::JoinHandle;
+
+use expert_tier::store::ExpertStore;
+use gpu_sys::verbs::{
+    CompletionChannel, CompletionQueue, LocalEnd, MinRnrTimer, PreparedQueuePair, ProtectionDomain,
+    QueuePair, QueuePairOptions, RemoteEnd, VerbsError,
+};
+use railset::message::{SpillTerms, Transfer};
+
+use crate::ledger::Ledger;
+use bell::Bell;
+use desk::{Desk, LaneId};
+use engine::{Engine, Mail, per_lane};
+use lane::{Carried, Lane};
+pub use options::{PushError, PushOptions, SpillWish};
+use spill::{Makings, Spill};
+pub(crate) use stats::{PushCounts, PushStats};
+
+/// The RNR timer of lanes: how long a client is told to wait for which no receive is posted. One is
+/// posted for everything that a client may have under way, so this concerns a client that goes beyond
+/// while the thread has not come to look: 2.56 ms is longer than a turn of the thread's, and short
+/// enough that such a client is soon found out. 0 would be 655 ms.
+const RNR_TIMER: u8 = 16;
+
+/// What serves spilled records. Dropping it ends every lane and waits for the thread.
+pub(crate) struct PushEngine {
+    devices: Vec<Arc<ProtectionDomain>>,
+    channels: Vec<Arc<CompletionChannel>>,
+    terms: SpillTerms,
+    per_lane: usize,
+    source: &'static str,
+    post: Post,
+    next_lane: AtomicU64,
+    stats: Arc<PushStats>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// The way to the thread.
+#[derive(Clone)]
+struct Post {
+    mail: Sender<Mail>,
+    bell: Bell,
+}
+
+impl Post {
+    fn send(&self, mail: Mail) {
+        // A thread that has ended has ended its lanes, too.
+        let _taken = self.mail.send(mail);
+        self.bell.ring();
+    }
+}
+
+/// A lane's queue pair that is not connected.
+pub(crate) struct PreparedLane {
+    prepared: PreparedQueuePair<Carried>,
+    queue: Arc<CompletionQueue>,
+    device: usize,
+}
+
+/// Keeps a lane; dropping it ends the lane, soon after.
+pub(crate) struct LaneTicket {
+    post: Post,
+    lane: LaneId,
+}
+
+impl PushEngine {
+    /// Opens a source of spilled records, and starts the thread. `devices` are those of the rails,
+    /// each once.
+    pub(crate) fn start(
+        store: &Arc<ExpertStore>,
+        ledger: &Arc<Ledger>,
+        devices: Vec<Arc<ProtectionDomain>>,
+        terms: SpillTerms,
+        options: &PushOptions,
+    ) -> Result<Self, PushError> {
+        let bell = Bell::new().map_err(PushError::Bell)?;
+        let range_bytes = terms.range_bytes;
+        let makings = Makings { store, options, devices: &devices, range_bytes, bell: &bell };
+        let spill = Spill::open(&makings)?;
+        let source = spill.name();
+        tracing::info!(
+            source,
+            transfer = transfer_name(terms.transfer),
+            buffers = spill.room(),
+            reads = options.reads,
+            "spilled records are sent when they are asked for"
+        );
+        let channels = devices.iter().map(|domain| CompletionChannel::new(domain.context()));
+        let channels: Vec<_> = channels.collect::<Result<_, _>>()?;
+        let stats = Arc::<PushStats>::default();
+        let (sender, mail) = channel();
+        let per_lane = per_lane(spill.room());
+        let engine = Engine {
+            lanes: BTreeMap::new(),
+            staged: HashMap::new(),
+            desk: Desk::new(Engine::limits(terms, &spill, options)),
+            spill,
+            terms,
+            manifest: Arc::clone(store.manifest()),
+            ledger: Arc::clone(ledger),
+            channels: channels.clone(),
+            mail,
+            bell: bell.clone(),
+            stats: Arc::clone(&stats),
+        };
+        let (post, name) = (Post { mail: sender, bell }, "push");
+        let builder = std::thread::Builder::new().name(name.into());
+        let thread = builder.spawn(move || engine.run());
+        let thread = Some(thread.map_err(|source| PushError::Thread { name, source })?);
+        let next_lane = AtomicU64::new(0);
+        Ok(Self { devices, channels, terms, per_lane, source, post, next_lane, stats, thread })
+    }
+
+    /// Makes the queue pair of a client's lane on a port of device `device`.
+    pub(crate) fn prepare(&self, device: usize, port: u8) -> Result<PreparedLane, VerbsError> {
+        let (domain, channel) = (&self.devices[device], &self.channels[device]);
+        let SpillTerms { transfer, credits, .. } = self.terms;
+        let max_wr = domain.context().limits().max_qp_wr;
+        let sizes = lane::sizes(transfer, credits.into(), self.per_lane, max_wr);
+        let options = QueuePairOptions { port, ..sizes };
+        let entries = options.send_wr + options.recv_wr;
+        let queue = CompletionQueue::with_channel(channel, entries)?;
+        let prepared = QueuePair::prepare(domain, &queue, &queue, options)?;
+        Ok(PreparedLane { prepared, queue, device })
+    }
+
+    /// Connects a lane and begins to serve it. `socket` is the client's control connection.
+    pub(crate) fn connect(
+        &self,
+        lane: PreparedLane,
+        remote: &RemoteEnd,
+        local: &LocalEnd,
+        socket: TcpStream,
+    ) -> Result<LaneTicket, VerbsError> {
+        let PreparedLane { prepared, queue, device } = lane;
+        let local = LocalEnd { min_rnr_timer: MinRnrTimer::new(RNR_TIMER)?, ..*local };
+        let queue_pair = prepared.connect(remote, &local).map_err(|error| error.source)?;
+        let id = LaneId(self.next_lane.fetch_add(1, Ordering::Relaxed));
+        let lane = Lane::new(queue_pair, queue, device, socket);
+        self.stats.lane_came();
+        self.post.send(Mail::Lane(id, Box::new(lane)));
+        Ok(LaneTicket { post: self.post.clone(), lane: id })
+    }
+
+    /// Where the records are read from, and how they come to clients.
+    pub(crate) fn names(&self) -> (&'static str, &'static str) {
+        (self.source, transfer_name(self.terms.transfer))
+    }
+
+    pub(crate) fn counts(&self) -> PushCounts {
+        self.stats.counts()
+    }
+}
+
+impl PreparedLane {
+    pub(crate) fn number(&self) -> u32 {
+        self.prepared.number()
+    }
+}
+
+impl Drop for LaneTicket {
+    fn drop(&mut self) {
+        self.post.send(Mail::Left(self.lane));
+    }
+}
+
+impl Drop for PushEngine {
+    fn drop(&mut self) {
+        self.post.send(Mail::Stop);
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the thread that sends spilled records had panicked");
+        }
+    }
+}
+
+/// The name for logs, flags and the status.
+fn transfer_name(transfer: Transfer) -> &'static str {
+    match transfer {
+        Transfer::Push => "push",
+        Transfer::Stage => "stage",
+    }
+}

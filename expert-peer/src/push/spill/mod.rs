@@ -1,0 +1,181 @@
+//! Where the bytes of spilled records come from, as sources of WRITEs.
+//!
+//! | source | buffers | where it is to be had |
+//! |---|---|---|
+//! | `direct` | slots, filled by `O_DIRECT` reads through io_uring | file systems with direct reads |
+//! | `mmap` | none: the file's own pages, registered for one push | from Linux 6.2 on |
+//! | `buffered` | slots, filled by ordinary reads on a few threads | everywhere; where nothing else is |
+//!
+//! Whatever it is, it works beside the engine's thread, and wakes it.
+
+mod mapped;
+mod slots;
+mod workers;
+
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+
+use expert_tier::store::ExpertStore;
+use gpu_sys::limits::Bytes;
+use gpu_sys::slots::PinnedSlot;
+use gpu_sys::verbs::{FilePart, MemoryRegion, ProtectionDomain};
+use railset::message::Transfer;
+
+use super::bell::Bell;
+use super::desk::{Chunk, PAGE_BYTES};
+use super::options::{PushError, PushOptions, SpillWish};
+use mapped::Mapped;
+use slots::Slots;
+
+/// Bytes of a chunk that is read into a slot: large enough that the disk gives what it has, small
+/// enough that one chunk is on its way while the next is read.
+const CHUNK_BYTES: u64 = 256 << 10;
+
+/// Bytes of a chunk, ready to be sent.
+pub(super) enum Filled {
+    Slot(PinnedSlot),
+    File(FilePart, Arc<MemoryRegion>),
+}
+
+/// A chunk whose read has ended.
+pub(super) struct Ended {
+    pub(super) chunk: Chunk,
+    /// The bytes, or why there are none.
+    pub(super) outcome: Result<Filled, String>,
+}
+
+/// A source of spilled records.
+pub(super) enum Spill {
+    Slots(Slots),
+    Mapped(Mapped),
+}
+
+/// What sources are made from.
+pub(super) struct Makings<'a> {
+    pub(super) store: &'a Arc<ExpertStore>,
+    pub(super) options: &'a PushOptions,
+    pub(super) devices: &'a [Arc<ProtectionDomain>],
+    pub(super) range_bytes: u32,
+    pub(super) bell: &'a Bell,
+}
+
+impl Spill {
+    /// The source that is wished for, or the first that is to be had.
+    pub(super) fn open(makings: &Makings<'_>) -> Result<Self, PushError> {
+        let stages = makings.options.transfer == Transfer::Stage;
+        let direct = || Slots::direct(makings);
+        match makings.options.source {
+            SpillWish::Direct => direct().map(Self::Slots),
+            SpillWish::Mmap if stages => Err(PushError::StagedMapping),
+            SpillWish::Mmap => Mapped::open(makings).map(Self::Mapped),
+            SpillWish::Auto => {
+                match direct() {
+                    Ok(slots) => return Ok(Self::Slots(slots)),
+                    Err(error) if error.is_of_the_machine() => {
+                        tracing::info!(reason = %error, "no direct reads of spilled records");
+                    }
+                    Err(error) => return Err(error),
+                }
+                let mapped = match stages {
+                    true => Err(PushError::StagedMapping),
+                    false => Mapped::open(makings),
+                };
+                match mapped {
+                    Ok(mapped) => return Ok(Self::Mapped(mapped)),
+                    Err(error) if error.is_of_the_machine() => {
+                        tracing::info!(reason = %error, "no mapping of spilled records");
+                    }
+                    Err(error) => return Err(error),
+                }
+                Slots::buffered(makings).map(Self::Slots)
+            }
+        }
+    }
+
+    /// The name for logs and the status.
+    pub(super) fn name(&self) -> &'static str {
+        match self {
+            Self::Slots(slots) => slots.name(),
+            Self::Mapped(_) => "mmap",
+        }
+    }
+
+    /// Bytes of a chunk.
+    pub(super) fn chunk_bytes(&self) -> u64 {
+        match self {
+            Self::Slots(slots) => slots.slot_bytes(),
+            Self::Mapped(mapped) => mapped.chunk_bytes(),
+        }
+    }
+
+    /// Chunks that there is room for at once.
+    pub(super) fn room(&self) -> usize {
+        match self {
+            Self::Slots(slots) => slots.count(),
+            Self::Mapped(mapped) => mapped.count(),
+        }
+    }
+
+    /// Whether there is room for a chunk now.
+    pub(super) fn has_room(&self) -> bool {
+        match self {
+            Self::Slots(slots) => slots.has_room(),
+            Self::Mapped(mapped) => mapped.has_room(),
+        }
+    }
+
+    /// Begins to read a chunk, for which there is room, to be sent through device `device`.
+    pub(super) fn start(&mut self, chunk: Chunk, device: usize) {
+        match self {
+            Self::Slots(slots) => slots.start(chunk),
+            Self::Mapped(mapped) => mapped.start(chunk, device),
+        }
+    }
+
+    /// Hands out what has been read; never waits. Says if there was anything.
+    pub(super) fn turn(&mut self, ended: &mut Vec<Ended>) {
+        match self {
+            Self::Slots(slots) => slots.turn(ended),
+            Self::Mapped(mapped) => mapped.turn(ended),
+        }
+    }
+
+    /// Takes bytes back that are not sent any more.
+    pub(super) fn take_back(&mut self, filled: Filled) {
+        match (self, filled) {
+            (Self::Slots(slots), Filled::Slot(slot)) => slots.take_back(slot),
+            (Self::Mapped(mapped), Filled::File(_, region)) => mapped.take_back(region),
+            // A source is given what it gave out.
+            (Self::Slots(_), Filled::File(..)) | (Self::Mapped(_), Filled::Slot(_)) => {}
+        }
+    }
+
+    /// The registration of every slot with device `device`.
+    pub(super) fn region(&self, device: usize) -> Option<&MemoryRegion> {
+        match self {
+            Self::Slots(slots) => slots.region(device),
+            Self::Mapped(_) => None,
+        }
+    }
+
+    /// What becomes readable when there is something to hand out, if that is not the bell alone.
+    pub(super) fn fd(&self) -> Option<BorrowedFd<'_>> {
+        match self {
+            Self::Slots(slots) => slots.fd(),
+            Self::Mapped(_) => None,
+        }
+    }
+}
+
+/// How many buffers of `each` bytes `bytes` are; `flag` sets them.
+fn count_of(flag: &'static str, bytes: u64, each: u64) -> Result<usize, PushError> {
+    match usize::try_from(bytes / each) {
+        Ok(count) if count >= 2 => Ok(count),
+        _ => Err(PushError::Buffers { flag, bytes: Bytes(bytes), each: Bytes(each) }),
+    }
+}
+
+/// Bytes of a chunk that is a whole request, wherever in a page it starts.
+fn whole_request(range_bytes: u32) -> u64 {
+    u64::from(range_bytes).next_multiple_of(PAGE_BYTES) + PAGE_BYTES
+}

@@ -1,0 +1,13 @@
+//! Spilled records, as a peer sends them to a client that speaks the protocol by hand: what is right,
+//! what a client may not ask for, and ends and disks that fail with requests under way.
+//!
+//! Runs as root in the guest that `scripts/soft-roce` boots. /scratch has direct reads, /tmp has not.
+#![cfg(metrale_rdma_verbs)]
+
+#[path = "../peer_support/mod.rs"]
+mod peer_support;
+#[path = "../../gpu-sys/tests/verbs_support/mod.rs"]
+mod verbs_support;
+
+mod client;
+mod right;
