@@ -18,6 +18,8 @@ mod program;
 #[cfg(metrale_rdma_verbs)]
 mod rails;
 mod registry;
+#[cfg(metrale_rdma_verbs)]
+mod residency;
 mod sendfile;
 mod server;
 mod status;
@@ -25,5 +27,7 @@ pub mod values;
 
 #[cfg(metrale_rdma_verbs)]
 pub use rails::{RailsError, RailsWish};
+#[cfg(metrale_rdma_verbs)]
+pub use residency::{ProfileError, ResidencyOptions};
 pub use server::{Exposure, PeerError, PeerOptions, Server, Shutdown};
-pub use status::StatusReport;
+pub use status::{LayerResidency, ResidencyReport, StatusReport};

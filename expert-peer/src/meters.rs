@@ -13,7 +13,7 @@ enum Kind {
     Histogram,
 }
 
-const TABLE: [(&str, Kind, Unit, &str); 7] = [
+const TABLE: [(&str, Kind, Unit, &str); 11] = [
     ("metrale_peer_requests_total", Kind::Counter, Unit::Count, "requests answered, by status"),
     ("metrale_peer_bytes_total", Kind::Counter, Unit::Bytes, "bytes of records sent"),
     (
@@ -37,6 +37,20 @@ const TABLE: [(&str, Kind, Unit, &str); 7] = [
     ),
     ("metrale_peer_clients", Kind::Gauge, Unit::Count, "clients attached"),
     ("metrale_peer_connections", Kind::Gauge, Unit::Count, "connections open, attached or not"),
+    ("metrale_peer_promotions_total", Kind::Counter, Unit::Count, "records brought into memory"),
+    ("metrale_peer_demotions_total", Kind::Counter, Unit::Count, "records taken out of memory"),
+    (
+        "metrale_peer_resident_records",
+        Kind::Gauge,
+        Unit::Count,
+        "records in memory that clients can READ",
+    ),
+    (
+        "metrale_peer_withdrawn_records",
+        Kind::Gauge,
+        Unit::Count,
+        "records whose copy on disk is damaged",
+    ),
 ];
 
 /// Tells the exporter that is installed what the peer's metrics mean.

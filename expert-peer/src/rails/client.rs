@@ -11,6 +11,7 @@ use railset::wire::DecodeError;
 use rand::Rng;
 
 use super::Published;
+use crate::residency::live::Seat;
 
 /// Why a client's rails end.
 #[derive(Debug, thiserror::Error)]
@@ -32,12 +33,18 @@ pub(crate) struct RailClient {
     machine: PeerHandshake,
     /// Nothing is ever posted on them; dropping them ends the client's access.
     pairs: Vec<QueuePair<()>>,
+    /// Among those that are waited for before slots are overwritten; given up after the queue pairs.
+    seat: Option<Seat>,
+    /// Generation of the newest table that was sent.
+    sent: u64,
 }
 
 impl RailClient {
     pub(crate) fn new(published: &Arc<Published>) -> Self {
-        let machine = PeerHandshake::new(Arc::clone(&published.rails));
-        Self { published: Arc::clone(published), machine, pairs: Vec::new() }
+        let generation = published.residency.live().generation();
+        let rails = Arc::new(published.rails.with_generation(generation));
+        let machine = PeerHandshake::new(rails);
+        Self { published: Arc::clone(published), machine, pairs: Vec::new(), seat: None, sent: 0 }
     }
 
     /// Queue pairs of this client.
@@ -58,7 +65,11 @@ impl RailClient {
                 PeerAction::CreateQueuePairs(creates) => {
                     let ends: Result<Vec<_>, ClientEnd> =
                         creates.iter().map(|create| self.create(create)).collect();
-                    for action in self.machine.on_created(&ends?, &self.published.table)? {
+                    let live = self.published.residency.live();
+                    self.seat = Some(live.enter());
+                    let table = live.table();
+                    self.sent = table.generation();
+                    for action in self.machine.on_created(&ends?, &table)? {
                         if let PeerAction::Send(kind, body) = action {
                             answers.push((kind, body));
                         }
@@ -66,11 +77,28 @@ impl RailClient {
                 }
                 PeerAction::Acknowledged(generation) => {
                     tracing::debug!(generation, "a client uses the table");
+                    self.seat.iter().for_each(|seat| seat.acknowledged(generation));
                 }
-                PeerAction::Usage(_) | PeerAction::Damaged(_) => {}
+                PeerAction::Usage(usage) => self.published.residency.used(&usage),
+                PeerAction::Damaged(damaged) => self.published.residency.damaged(damaged),
             }
         }
         Ok(answers)
+    }
+
+    /// The current table, for a client that has an older one.
+    pub(crate) fn newer_table(&mut self) -> Result<Option<(Kind, Vec<u8>)>, ClientEnd> {
+        let live = self.published.residency.live();
+        if self.seat.is_none() || live.generation() <= self.sent {
+            return Ok(None);
+        }
+        let table = live.table();
+        self.sent = table.generation();
+        let sends = self.machine.update(&table)?.into_iter().find_map(|action| match action {
+            PeerAction::Send(kind, body) => Some((kind, body)),
+            _ => None,
+        });
+        Ok(sends)
     }
 
     fn create(&mut self, create: &CreateConnected) -> Result<Vec<QueuePairEnd>, ClientEnd> {
