@@ -145,6 +145,12 @@ fn a_peer_that_cannot_start_says_why() {
     let error = fails(peer_run(&store.path()).args(["--max-clients", "0"]), 2);
     assert!(!error.is_empty());
 
+    #[cfg(metrale_rdma_verbs)]
+    for flag in [["--dram-budget", "1MiB"], ["--resident-profile", "any"]] {
+        let error = fails(peer_run(&store.path()).args(["--rail", "none"]).args(flag), 2);
+        assert!(error.contains(flag[0]) && error.contains("--rail none"), "{error}");
+    }
+
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();
     let error = fails(peer_run(&store.path()).args(["--listen", &address]), 1);

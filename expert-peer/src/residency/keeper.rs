@@ -59,6 +59,8 @@ pub(crate) struct Keeper {
     clock: Duration,
     /// When records were looked at for damage.
     looked_at: HashMap<usize, Duration>,
+    /// Moves that did not wait for every client.
+    late: u64,
 }
 
 /// Ends a keeper's thread when dropped; it may have a round under way, and ends after it.
@@ -109,6 +111,7 @@ impl Keeper {
             policy: Policy::new(sizes, options.promote_bytes_per_s),
             clock: Duration::ZERO,
             looked_at: HashMap::new(),
+            late: 0,
         };
         Ok((shared, keeper))
     }
