@@ -145,6 +145,12 @@ fn a_peer_that_cannot_start_says_why() {
     let error = fails(peer_run(&store.path()).args(["--max-clients", "0"]), 2);
     assert!(!error.is_empty());
 
+    #[cfg(metrale_rdma_verbs)]
+    for flag in [["--dram-budget", "1MiB"], ["--resident-profile", "any"]] {
+        let error = fails(peer_run(&store.path()).args(["--rail", "none"]).args(flag), 2);
+        assert!(error.contains(flag[0]) && error.contains("--rail none"), "{error}");
+    }
+
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();
     let error = fails(peer_run(&store.path()).args(["--listen", &address]), 1);
@@ -203,12 +209,14 @@ fn the_status_of_a_peer_has_the_documented_fields() {
         "clients",
         "connections",
         "cpu_s",
+        "demotions",
         "draining",
         "errors",
         "fingerprint",
         "layers",
         "max_clients",
         "model",
+        "promotions",
         "push_errors",
         "push_lanes",
         "push_queue",
@@ -218,15 +226,19 @@ fn the_status_of_a_peer_has_the_documented_fields() {
         "rails",
         "records",
         "refused",
+        "residency",
         "resident_bytes",
         "resident_records",
         "rss_bytes",
         "served",
         "spill_source",
         "spill_transfer",
+        "spilled_records",
+        "table_generation",
         "uptime_s",
         "verbs_calls",
         "version",
+        "withdrawn",
     ];
     assert_eq!(fields, documented);
     let fingerprint = store.open().manifest().fingerprint().to_string();

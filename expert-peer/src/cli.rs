@@ -22,6 +22,8 @@ pub use crate::program::{
 use crate::push::{PushOptions, SpillWish};
 #[cfg(metrale_rdma_verbs)]
 use crate::rails::RailsWish;
+#[cfg(metrale_rdma_verbs)]
+use crate::residency::ResidencyOptions;
 use crate::server::{Exposure, PeerError, PeerOptions, Server, Shutdown};
 #[cfg(metrale_rdma_verbs)]
 use crate::values::ByteSize;
@@ -52,13 +54,34 @@ pub struct RunArgs {
     #[arg(long = "rail", value_name = "DEV[:GID]")]
     rails: Vec<String>,
     /// Most memory for the records that clients READ, as in 64GiB; the other records lie on disk
-    /// alone and are sent when they are asked for [default: all records]
+    /// alone and are sent when they are asked for. Of no use without rails: TCP serves every record
+    /// from disk [default: all records, or as many as memory and limits allow]
     #[cfg(metrale_rdma_verbs)]
     #[arg(long, value_name = "BYTES")]
     dram_budget: Option<ByteSize>,
     #[cfg(metrale_rdma_verbs)]
     #[command(flatten)]
     push: PushArgs,
+    /// File with how often each record was fetched, a line {"layer":3,"expert":17,"count":240} each:
+    /// the most fetched are in memory first, where not all fit. The rest of the memory is for the
+    /// first layers
+    #[cfg(metrale_rdma_verbs)]
+    #[arg(long, value_name = "FILE")]
+    resident_profile: Option<PathBuf>,
+    /// From one look at what clients fetch to the next; then what is fetched often moves into memory
+    #[cfg(metrale_rdma_verbs)]
+    #[arg(long, default_value_t = 1000, value_name = "MS",
+        value_parser = clap::value_parser!(u64).range(10..=600_000))]
+    residency_ms: u64,
+    /// Most that is read per second to move records into memory; 0 leaves them where they are
+    #[cfg(metrale_rdma_verbs)]
+    #[arg(long, default_value = "256MiB", value_name = "BYTES")]
+    promote_bytes_per_s: ByteSize,
+    /// Longest wait for clients to follow when records move, before memory is overwritten
+    #[cfg(metrale_rdma_verbs)]
+    #[arg(long, default_value_t = 500, value_name = "MS",
+        value_parser = clap::value_parser!(u64).range(1..=600_000))]
+    move_ack_ms: u64,
     /// Serve Prometheus metrics at http://HOST:PORT/metrics
     #[arg(long, value_name = "HOST:PORT")]
     metrics_listen: Option<HostPort>,
@@ -201,7 +224,30 @@ fn options(args: &RunArgs) -> anyhow::Result<PeerOptions> {
         dram_budget: args.dram_budget.map(|budget| budget.0),
         #[cfg(metrale_rdma_verbs)]
         push: args.push.options(),
+        #[cfg(metrale_rdma_verbs)]
+        resident_profile: args.resident_profile.clone(),
+        #[cfg(metrale_rdma_verbs)]
+        residency: residency(args)?,
         ..PeerOptions::new(store)
+    })
+}
+
+/// How records move; an error where they are asked to and there is no memory for them.
+#[cfg(metrale_rdma_verbs)]
+fn residency(args: &RunArgs) -> anyhow::Result<ResidencyOptions> {
+    let given = [
+        ("--dram-budget", args.dram_budget.is_some()),
+        ("--resident-profile", args.resident_profile.is_some()),
+    ];
+    let given = given.into_iter().find(|(_, is_given)| *is_given);
+    if let Some((flag, _)) = given.filter(|_| args.rails == ["none"]) {
+        let why = "no record is held in memory for TCP";
+        return Err(UsageError(format!("{flag} is of no use with --rail none: {why}")).into());
+    }
+    Ok(ResidencyOptions {
+        interval: Duration::from_millis(args.residency_ms),
+        promote_bytes_per_s: args.promote_bytes_per_s.0,
+        move_ack: Duration::from_millis(args.move_ack_ms),
     })
 }
 

@@ -34,7 +34,8 @@ const FIRST_BYTES: usize = 64 * 1024;
 const SEND_BYTES: usize = 4 << 20;
 /// How long a connection that the peer ends is kept for the client to read its last answers.
 const LINGER: Duration = Duration::from_secs(1);
-/// How often an idle connection looks whether the peer is shutting down.
+/// How often an idle connection looks whether the peer is shutting down, and whether records have
+/// moved: well within what `--move-ack-ms` is by default.
 const TICK: Duration = Duration::from_millis(200);
 
 /// The flags that errors name.
@@ -329,6 +330,16 @@ impl Connection {
         Ok(())
     }
 
+    /// Sends the table of what is in memory, if it has changed since.
+    #[cfg(metrale_rdma_verbs)]
+    fn follow_table(&mut self) -> Result<(), End> {
+        let Some(client) = &mut self.rail_client else { return Ok(()) };
+        match client.newer_table()? {
+            Some((kind, body)) => self.send_control(kind.into(), &body),
+            None => Ok(()),
+        }
+    }
+
     fn fetch(&mut self, header: &FrameHeader) -> Result<(), End> {
         let start = Instant::now();
         let mut body = [0; FETCH_BYTES];
@@ -448,6 +459,9 @@ impl Connection {
                 self.told_to_drain = true;
                 self.send_control(FrameType::Drain, &[])?;
             }
+            // What waits for data here wakes often enough for a client to follow in time.
+            #[cfg(metrale_rdma_verbs)]
+            self.follow_table()?;
             match self.socket.read(&mut out[done..]) {
                 Ok(0) => return Err(End::Closed),
                 Ok(count) => done += count,

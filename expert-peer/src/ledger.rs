@@ -1,7 +1,7 @@
 //! What is known of each record of the store: how often it is asked for, and whether it is withdrawn.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 
 use expert_tier::key::ExpertKey;
 use expert_tier::store::manifest::Manifest;
@@ -13,6 +13,7 @@ pub(crate) struct Ledger {
     /// Number of the first record of each layer.
     first: Vec<usize>,
     records: Vec<Record>,
+    withdrawn: AtomicUsize,
 }
 
 #[derive(Default)]
@@ -31,7 +32,13 @@ impl Ledger {
             next += layer.experts() as usize;
         }
         let records = std::iter::repeat_with(Record::default).take(next).collect();
-        Self { manifest: Arc::clone(manifest), first, records }
+        let withdrawn = AtomicUsize::new(0);
+        Self { manifest: Arc::clone(manifest), first, records, withdrawn }
+    }
+
+    /// Records of the store.
+    pub(crate) fn records(&self) -> usize {
+        self.records.len()
     }
 
     /// The record's number, counted by layer and expert.
@@ -56,15 +63,26 @@ impl Ledger {
 
     /// The peer's own copy of a record is damaged: it is served no more.
     pub(crate) fn withdraw(&self, key: ExpertKey) {
-        if let Some(number) = self.number(key) {
-            self.records[number].withdrawn.store(true, Ordering::Relaxed);
+        if let Some(number) = self.number(key)
+            && !self.records[number].withdrawn.swap(true, Ordering::Relaxed)
+        {
+            self.withdrawn.fetch_add(1, Ordering::Relaxed);
         }
+    }
+
+    /// Records that are served no more.
+    pub(crate) fn withdrawn(&self) -> usize {
+        self.withdrawn.load(Ordering::Relaxed)
+    }
+
+    /// Whether record `number` is served no more.
+    pub(crate) fn has_withdrawn(&self, number: usize) -> bool {
+        self.records.get(number).is_some_and(|it| it.withdrawn.load(Ordering::Relaxed))
     }
 
     /// Whether a record is served no more.
     pub(crate) fn is_withdrawn(&self, key: ExpertKey) -> bool {
-        let is = |number: usize| self.records[number].withdrawn.load(Ordering::Relaxed);
-        self.number(key).is_some_and(is)
+        self.number(key).is_some_and(|number| self.has_withdrawn(number))
     }
 }
 
@@ -93,5 +111,7 @@ mod tests {
         ledger.withdraw(keys[3]);
         let withdrawn: Vec<_> = keys.iter().filter(|&&key| ledger.is_withdrawn(key)).collect();
         assert_eq!(withdrawn, [&keys[3]]);
+        ledger.withdraw(keys[3]);
+        assert_eq!((ledger.withdrawn(), ledger.records()), (1, keys.len()));
     }
 }

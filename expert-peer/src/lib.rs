@@ -20,6 +20,8 @@ mod push;
 #[cfg(metrale_rdma_verbs)]
 mod rails;
 mod registry;
+#[cfg(metrale_rdma_verbs)]
+mod residency;
 mod sendfile;
 mod server;
 mod status;
@@ -29,5 +31,7 @@ pub mod values;
 pub use push::{PushError, PushOptions, SpillWish};
 #[cfg(metrale_rdma_verbs)]
 pub use rails::{RailsError, RailsWish};
+#[cfg(metrale_rdma_verbs)]
+pub use residency::{ProfileError, ResidencyOptions};
 pub use server::{Exposure, PeerError, PeerOptions, Server, Shutdown};
-pub use status::{PushReport, StatusReport};
+pub use status::{LayerResidency, PushReport, ResidencyReport, StatusReport};

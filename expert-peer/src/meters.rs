@@ -13,7 +13,7 @@ enum Kind {
     Histogram,
 }
 
-const TABLE: [(&str, Kind, Unit, &str); 13] = [
+const TABLE: [(&str, Kind, Unit, &str); 17] = [
     ("metrale_peer_requests_total", Kind::Counter, Unit::Count, "requests answered, by status"),
     ("metrale_peer_bytes_total", Kind::Counter, Unit::Bytes, "bytes of records sent"),
     (
@@ -67,6 +67,20 @@ const TABLE: [(&str, Kind, Unit, &str); 13] = [
         Kind::Gauge,
         Unit::Count,
         "requests for spilled records that wait or are being read",
+    ),
+    ("metrale_peer_promotions_total", Kind::Counter, Unit::Count, "records brought into memory"),
+    ("metrale_peer_demotions_total", Kind::Counter, Unit::Count, "records taken out of memory"),
+    (
+        "metrale_peer_resident_records",
+        Kind::Gauge,
+        Unit::Count,
+        "records in memory that clients can READ",
+    ),
+    (
+        "metrale_peer_withdrawn_records",
+        Kind::Gauge,
+        Unit::Count,
+        "records whose copy on disk is damaged",
     ),
 ];
 

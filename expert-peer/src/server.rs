@@ -19,10 +19,14 @@ use crate::connection::Connection;
 #[cfg(metrale_rdma_verbs)]
 use crate::push::PushOptions;
 #[cfg(metrale_rdma_verbs)]
-use crate::rails::{Published, RailsError, RailsWish};
+use crate::rails::{self, Published, RailsError, RailsWish};
 use crate::registry::Registry;
+#[cfg(metrale_rdma_verbs)]
+use crate::residency::ResidencyOptions;
+#[cfg(metrale_rdma_verbs)]
+use crate::residency::keeper::{Keeper, KeeperThread};
 use crate::sendfile::Sendfile;
-use crate::status::{PushReport, StatusReport, Tally};
+use crate::status::{PushReport, ResidencyReport, StatusReport, Tally};
 
 /// How often the accepting thread looks whether it should stop.
 const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
@@ -49,12 +53,19 @@ pub struct PeerOptions {
     /// Which rails to serve.
     #[cfg(metrale_rdma_verbs)]
     pub rails: RailsWish,
-    /// Most bytes of memory for the records that clients READ; `None` for all of them.
+    /// Most bytes of memory for the records that clients READ; `None` for as much as they need and
+    /// the machine has.
     #[cfg(metrale_rdma_verbs)]
     pub dram_budget: Option<u64>,
     /// How the other records are sent.
     #[cfg(metrale_rdma_verbs)]
     pub push: PushOptions,
+    /// File that says which records were fetched most, to start with.
+    #[cfg(metrale_rdma_verbs)]
+    pub resident_profile: Option<PathBuf>,
+    /// How records move between disk and memory.
+    #[cfg(metrale_rdma_verbs)]
+    pub residency: ResidencyOptions,
 }
 
 /// Whether a peer may be reached by others without proof.
@@ -85,6 +96,10 @@ impl PeerOptions {
             dram_budget: None,
             #[cfg(metrale_rdma_verbs)]
             push: PushOptions::default(),
+            #[cfg(metrale_rdma_verbs)]
+            resident_profile: None,
+            #[cfg(metrale_rdma_verbs)]
+            residency: ResidencyOptions::default(),
         }
     }
 }
@@ -160,6 +175,9 @@ pub struct Server {
     listener: TcpListener,
     address: SocketAddr,
     shared: Arc<Shared>,
+    /// Moves records between disk and memory, if any are published.
+    #[cfg(metrale_rdma_verbs)]
+    keeper: Option<Keeper>,
 }
 
 /// What every connection needs.
@@ -194,9 +212,7 @@ impl Server {
         });
         let (address, listener) = bound.map_err(|source| PeerError::Listen { listen, source })?;
         #[cfg(metrale_rdma_verbs)]
-        let published = Published::new(&store, &options.rails, options.dram_budget, &options.push)?;
-        #[cfg(metrale_rdma_verbs)]
-        let published = published.map(Arc::new);
+        let (published, keeper) = publish(&store, &options)?;
         let registry = Registry::new(options.max_clients.max(1) as usize);
         let (tally, sendfile) = (Tally::new(), Sendfile::new());
         let shared = Shared {
@@ -217,7 +233,14 @@ impl Server {
         if exposed {
             tracing::warn!(%address, "no secret: anybody who can connect may fetch");
         }
-        Ok(Self { listener, address, shared: Arc::new(shared) })
+        let shared = Arc::new(shared);
+        Ok(Self {
+            listener,
+            address,
+            shared,
+            #[cfg(metrale_rdma_verbs)]
+            keeper,
+        })
     }
 
     /// The address listened on, with the real port.
@@ -236,8 +259,11 @@ impl Server {
     ///
     /// # Errors
     /// The listening socket failed.
-    pub fn run(self) -> Result<(), PeerError> {
+    #[cfg_attr(not(metrale_rdma_verbs), allow(unused_mut, reason = "there is no keeper to take"))]
+    pub fn run(mut self) -> Result<(), PeerError> {
         let listen = self.address;
+        #[cfg(metrale_rdma_verbs)]
+        let _until_the_end = self.start_keeper();
         let mut shortages = 0_u64;
         while !self.shared.shutdown.begun() {
             let mut fds = [PollFd::new(&self.listener, PollFlags::IN)];
@@ -267,6 +293,19 @@ impl Server {
         Ok(())
     }
 
+    /// Starts the thread that moves records; it ends with what this gives.
+    #[cfg(metrale_rdma_verbs)]
+    fn start_keeper(&mut self) -> Option<KeeperThread> {
+        let store = Arc::clone(&self.shared.store);
+        match self.keeper.take()?.spawn(store) {
+            Ok(thread) => Some(thread),
+            Err(error) => {
+                tracing::error!(%error, "no thread to move records; they stay where they are");
+                None
+            }
+        }
+    }
+
     /// Starts a thread for a new connection, or refuses it.
     fn admit(&self, socket: TcpStream, client: SocketAddr) {
         let shared = Arc::clone(&self.shared);
@@ -290,6 +329,26 @@ impl Server {
             tracing::warn!(%client, %error, "no thread for a connection; it is closed");
         }
     }
+}
+
+/// What is published over RDMA, and who looks after it.
+#[cfg(metrale_rdma_verbs)]
+type PublishedAndKeeper = (Option<Arc<Published>>, Option<Keeper>);
+
+#[cfg(metrale_rdma_verbs)]
+fn publish(
+    store: &Arc<ExpertStore>,
+    options: &PeerOptions,
+) -> Result<PublishedAndKeeper, RailsError> {
+    let wish = rails::Wish {
+        rails: &options.rails,
+        dram_budget: options.dram_budget,
+        profile: options.resident_profile.as_deref(),
+        residency: options.residency,
+        push: &options.push,
+    };
+    let (published, keeper) = Published::new(store, wish)?.unzip();
+    Ok((published.map(Arc::new), keeper))
 }
 
 /// Errors of accept(2) that concern one connection or a shortage, not the listening socket. Linux
@@ -341,8 +400,8 @@ impl Shared {
             cpu_s: gpu_sys::usage::cpu_time().as_secs_f64(),
             rss_bytes: gpu_sys::usage::resident_bytes(),
             rails: self.rails(),
-            resident_records: self.resident().0,
-            resident_bytes: self.resident().1,
+            resident_bytes: self.region_bytes(),
+            residency: self.residency(),
             queue_pairs: Tally::read(&self.tally.queue_pairs) + pushes.push_lanes,
             verbs_calls: verbs_calls(),
             pushes,
@@ -381,15 +440,26 @@ impl Shared {
         Vec::new()
     }
 
-    /// Records in memory, and the bytes of memory that hold them.
+    /// Bytes of memory that hold records.
     #[cfg(metrale_rdma_verbs)]
-    fn resident(&self) -> (u64, u64) {
-        self.published.as_ref().map_or((0, 0), |published| published.resident())
+    fn region_bytes(&self) -> u64 {
+        self.published.as_ref().map_or(0, |published| published.region_bytes())
     }
 
     #[cfg(not(metrale_rdma_verbs))]
-    fn resident(&self) -> (u64, u64) {
-        (0, 0)
+    fn region_bytes(&self) -> u64 {
+        0
+    }
+
+    #[cfg(metrale_rdma_verbs)]
+    fn residency(&self) -> ResidencyReport {
+        let report = |published: &Arc<Published>| published.residency().report();
+        self.published.as_ref().map_or_else(ResidencyReport::default, report)
+    }
+
+    #[cfg(not(metrale_rdma_verbs))]
+    fn residency(&self) -> ResidencyReport {
+        ResidencyReport::default()
     }
 
     /// Tells a client why it is not served; the connection is of no further use.

@@ -42,10 +42,11 @@ pub struct StatusReport {
     pub rss_bytes: u64,
     /// Rails that are offered to clients.
     pub rails: Vec<String>,
-    /// Records that clients can READ.
-    pub resident_records: u64,
-    /// Bytes of memory that hold them.
+    /// Bytes of memory that hold the records that clients can READ.
     pub resident_bytes: u64,
+    /// Which those are; in JSON its fields are among the others.
+    #[serde(flatten)]
+    pub residency: ResidencyReport,
     /// Queue pairs of clients.
     pub queue_pairs: u64,
     /// Work requests posted and completion queues looked at by this process: none for a READ.
@@ -86,6 +87,36 @@ impl Default for PushReport {
             spill_transfer: "none".into(),
         }
     }
+}
+
+/// What is in a peer's memory, and what has moved. All zeros without rails.
+#[derive(Clone, Debug, Default, Serialize, Deserialize, PartialEq, Eq)]
+pub struct ResidencyReport {
+    /// Records that clients can READ.
+    pub resident_records: u64,
+    /// Records that are on disk alone and pushed when they are asked for.
+    pub spilled_records: u64,
+    /// Generation of the table that says which.
+    pub table_generation: u64,
+    /// Records that were brought into memory since the start.
+    pub promotions: u64,
+    /// Records that were taken out of memory since the start.
+    pub demotions: u64,
+    /// Records whose copy on disk is damaged.
+    pub withdrawn: u64,
+    /// The layers, in the store's order.
+    pub residency: Vec<LayerResidency>,
+}
+
+/// How much of a layer is in a peer's memory.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize, PartialEq, Eq)]
+pub struct LayerResidency {
+    /// The model's number of the layer.
+    pub layer: u32,
+    /// Experts that clients can READ.
+    pub resident: u64,
+    /// Experts of the layer.
+    pub experts: u64,
 }
 
 /// The peer's own counters, beside those of the `metrics` crate: a status must not depend on an

@@ -231,21 +231,27 @@ fn check_node(numa: NumaPlacement) -> Result<(), PinError> {
     Err(PinError::NoSuchNode { node, nodes })
 }
 
-/// Compares with what the machine, the cgroups and the node have, less the reserve for others.
-fn check_memory(needed_bytes: u64, numa: NumaPlacement) -> Result<(), PinError> {
+/// How much can be pinned without reserved huge pages, and what sets that bound: what the machine,
+/// the cgroups and the node have, less the reserve for others. `None` where nobody says.
+#[must_use]
+pub fn usable_memory(numa: NumaPlacement) -> Option<Available> {
     let node = match numa {
         NumaPlacement::Local => None,
         NumaPlacement::Node(node) => limits::node_memory(node),
     };
     let bounds = limits::available_memory().into_iter().chain(node);
-    let Some(Available { bytes, bound_by }) = bounds.min_by_key(|bound| bound.bytes) else {
-        return Ok(());
-    };
-    let usable_bytes = bytes - (bytes / RESERVE_DIVISOR).min(RESERVE_MAX_BYTES);
-    if needed_bytes <= usable_bytes {
-        return Ok(());
+    let Available { bytes, bound_by } = bounds.min_by_key(|bound| bound.bytes)?;
+    let reserve = (bytes / RESERVE_DIVISOR).min(RESERVE_MAX_BYTES);
+    Some(Available { bytes: bytes - reserve, bound_by })
+}
+
+fn check_memory(needed_bytes: u64, numa: NumaPlacement) -> Result<(), PinError> {
+    match usable_memory(numa) {
+        Some(Available { bytes: usable_bytes, bound_by }) if needed_bytes > usable_bytes => {
+            Err(PinError::NotEnoughMemory { needed_bytes, usable_bytes, bound_by })
+        }
+        _ => Ok(()),
     }
-    Err(PinError::NotEnoughMemory { needed_bytes, usable_bytes, bound_by })
 }
 
 fn map(options: &PinnedOptions) -> Result<(MmapRaw, PageKind), PinError> {

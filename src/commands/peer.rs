@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use expert_peer::cli::{HostPort, LOG_HELP, UsageError};
-use expert_peer::{PushReport, StatusReport};
+use expert_peer::{PushReport, ResidencyReport, StatusReport};
 use expert_tier::tcp::Dialler;
 use gpu_sys::env;
 
@@ -69,7 +69,6 @@ fn status(args: &StatusArgs) -> anyhow::Result<()> {
     let StatusReport { fingerprint, model, clients, max_clients, served, .. } = &status;
     let StatusReport { bytes, version, .. } = &status;
     let StatusReport { uptime_s, cpu_s, rss_bytes, .. } = &status;
-    let resident_bytes = status.resident_bytes;
     let rails = match status.rails.as_slice() {
         [] => "none".to_owned(),
         rails => rails.join(", "),
@@ -82,7 +81,8 @@ fn status(args: &StatusArgs) -> anyhow::Result<()> {
          store    {fingerprint}\n\
          clients  {clients} of {max_clients}, {}\n\
          requests {served} served, {}, {} refused, {bytes} bytes\n\
-         rails    {rails}, {} in {resident_bytes} bytes of memory, {}\n\
+         rails    {rails}, {}\n\
+         memory   {}\n\
          spilled  read by {spill_source}, sent by {spill_transfer}: {pushes} sent, \
          {pushed_bytes} bytes, {push_queue} waiting, {}, {}\n\
          process  version {version}, up {uptime_s:.0} s, {cpu_s:.2} s of processor time, \
@@ -92,9 +92,40 @@ fn status(args: &StatusArgs) -> anyhow::Result<()> {
         count(status.connections, "connection"),
         count(status.errors, "error"),
         count(status.refused, "connection"),
-        count(status.resident_records, "record"),
         count(status.queue_pairs, "queue pair"),
+        memory(&status),
         count(*push_errors, "error"),
         count(*push_lanes, "queue pair"),
     ))
+}
+
+/// What is in the peer's memory, for a person: layers that are alike in one.
+fn memory(status: &StatusReport) -> String {
+    let ResidencyReport { resident_records, spilled_records, table_generation, .. } =
+        &status.residency;
+    let ResidencyReport { promotions, demotions, withdrawn, residency, .. } = &status.residency;
+    let mut text = format!(
+        "{} in {} bytes, {spilled_records} spilled, {withdrawn} withdrawn; table {table_generation}, \
+         {}, {}",
+        count(*resident_records, "record"),
+        status.resident_bytes,
+        count(*promotions, "promotion"),
+        count(*demotions, "demotion"),
+    );
+    if *spilled_records == 0 {
+        return text;
+    }
+    for alike in residency.chunk_by(|a, b| (a.resident, a.experts) == (b.resident, b.experts)) {
+        let [first, .., last] = alike else {
+            let [only] = alike else { continue };
+            text +=
+                &format!("\n         layer {}: {} of {}", only.layer, only.resident, only.experts);
+            continue;
+        };
+        text += &format!(
+            "\n         layers {} to {}: {} of {} each",
+            first.layer, last.layer, first.resident, first.experts
+        );
+    }
+    text
 }

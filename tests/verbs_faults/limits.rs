@@ -1,6 +1,7 @@
 //! Processes that may not lock enough memory say so, with the numbers, before they serve or fetch.
 
-use std::process::{Command, Output};
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Output, Stdio};
 
 use expert_tier::testing::TestStore;
 
@@ -9,7 +10,12 @@ use crate::peer_support::process::Peer;
 
 /// Runs `metrale` to its end without the capability that lifts the limit, and with a limit.
 fn limited(kilobytes: u64, args: &[&str]) -> Output {
-    Command::new("sh")
+    limited_command(kilobytes, args).output().expect("a shell")
+}
+
+fn limited_command(kilobytes: u64, args: &[&str]) -> Command {
+    let mut command = Command::new("sh");
+    command
         .arg("-c")
         .arg(format!(
             "ulimit -l {kilobytes}; exec setpriv --bounding-set -ipc_lock --inh-caps -ipc_lock \
@@ -17,9 +23,8 @@ fn limited(kilobytes: u64, args: &[&str]) -> Output {
             env!("CARGO_BIN_EXE_metrale")
         ))
         .arg("metrale")
-        .args(args)
-        .output()
-        .expect("a shell")
+        .args(args);
+    command
 }
 
 fn text(output: &Output) -> String {
@@ -28,20 +33,50 @@ fn text(output: &Output) -> String {
 
 #[test]
 #[ignore = "needs RDMA devices: scripts/test-verbs"]
-fn a_peer_that_may_not_lock_its_records_does_not_listen() {
+fn a_peer_that_may_not_lock_its_budget_does_not_listen() {
     // 16 records of 700 kB, once for each of two devices.
     let store = TestStore::new(2, 8, &[700_001], 91);
     let dir = store.path();
     let run = ["peer", "run", "--listen", "127.0.0.1:0", "--store", dir.to_str().expect("a path")];
     for rails in [&RAILS[..], &[]] {
-        let refused = limited(8192, &[&run[..], rails].concat());
+        let refused = limited(8192, &[&run[..], &["--dram-budget", "64MiB"], rails].concat());
         let text = text(&refused);
         println!("{text}");
         assert_eq!(refused.status.code(), Some(1), "{text}");
         assert!(refused.stdout.is_empty(), "it listened");
-        for word in ["MiB of locked memory", "the limit is", "ulimit -l", "--rail none"] {
+        for word in
+            ["MiB of locked memory", "the limit is", "ulimit -l", "--dram-budget", "--rail none"]
+        {
             assert!(text.contains(word), "{text:?} does not name {word:?}");
         }
+    }
+    // Not even one record.
+    let refused = limited(1024, &[&run[..], &RAILS].concat());
+    assert_eq!(refused.status.code(), Some(1), "{}", text(&refused));
+    assert!(text(&refused).contains("ulimit -l"), "{}", text(&refused));
+}
+
+#[test]
+#[ignore = "needs RDMA devices: scripts/test-verbs"]
+fn a_peer_without_a_budget_holds_as_many_records_as_it_may_lock() {
+    let store = TestStore::new(2, 8, &[700_001], 91);
+    let dir = store.path();
+    let run = ["peer", "run", "--listen", "127.0.0.1:0", "--store", dir.to_str().expect("a path")];
+    let mut child = limited_command(8192, &[&run[..], &RAILS].concat())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("a shell");
+    let mut line = String::new();
+    // It prints its one line or ends; either ends the wait.
+    BufReader::new(child.stdout.take().expect("a pipe")).read_line(&mut line).expect("a pipe");
+    child.kill().expect("a child of ours");
+    let log = text(&child.wait_with_output().expect("a child of ours"));
+    println!("{log}");
+    assert!(line.starts_with("listening on "), "{log}");
+    // 4 MiB for each device.
+    for word in ["records=5", "spilled=11", "locked-memory limit", "2 devices"] {
+        assert!(log.contains(word), "{log:?} does not name {word:?}");
     }
 }
 

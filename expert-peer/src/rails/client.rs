@@ -14,6 +14,7 @@ use rand::Rng;
 
 use super::Published;
 use crate::push::LaneTicket;
+use crate::residency::live::Seat;
 
 /// Why a client's rails end.
 #[derive(Debug, thiserror::Error)]
@@ -41,15 +42,20 @@ pub(crate) struct RailClient {
     /// The client's queue pairs for spilled records, which end with these.
     lanes: Vec<LaneTicket>,
     socket: TcpStream,
+    /// Among those that are waited for before slots are overwritten; given up after the queue pairs.
+    seat: Option<Seat>,
+    /// Generation of the newest table that was sent.
+    sent: u64,
 }
 
 impl RailClient {
     /// For the client whose control connection is `socket`.
     pub(crate) fn new(published: &Arc<Published>, socket: &TcpStream) -> Result<Self, ClientEnd> {
-        let machine = PeerHandshake::new(Arc::clone(&published.rails));
+        let generation = published.residency.live().generation();
+        let machine = PeerHandshake::new(Arc::new(published.rails.with_generation(generation)));
         let socket = socket.try_clone().map_err(ClientEnd::Socket)?;
         let (published, pairs, lanes) = (Arc::clone(published), Vec::new(), Vec::new());
-        Ok(Self { published, machine, pairs, lanes, socket })
+        Ok(Self { published, machine, pairs, lanes, socket, seat: None, sent: 0 })
     }
 
     /// Queue pairs of this client that it READs through.
@@ -70,7 +76,11 @@ impl RailClient {
                 PeerAction::CreateQueuePairs(creates) => {
                     let ends: Result<Vec<_>, ClientEnd> =
                         creates.iter().map(|create| self.create(create)).collect();
-                    for action in self.machine.on_created(&ends?, &self.published.table)? {
+                    let live = self.published.residency.live();
+                    self.seat = Some(live.enter());
+                    let table = live.table();
+                    self.sent = table.generation();
+                    for action in self.machine.on_created(&ends?, &table)? {
                         if let PeerAction::Send(kind, body) = action {
                             answers.push((kind, body));
                         }
@@ -78,11 +88,28 @@ impl RailClient {
                 }
                 PeerAction::Acknowledged(generation) => {
                     tracing::debug!(generation, "a client uses the table");
+                    self.seat.iter().for_each(|seat| seat.acknowledged(generation));
                 }
-                PeerAction::Usage(_) | PeerAction::Damaged(_) => {}
+                PeerAction::Usage(usage) => self.published.residency.used(&usage),
+                PeerAction::Damaged(damaged) => self.published.residency.damaged(damaged),
             }
         }
         Ok(answers)
+    }
+
+    /// The current table, for a client that has an older one.
+    pub(crate) fn newer_table(&mut self) -> Result<Option<(Kind, Vec<u8>)>, ClientEnd> {
+        let live = self.published.residency.live();
+        if self.seat.is_none() || live.generation() <= self.sent {
+            return Ok(None);
+        }
+        let table = live.table();
+        self.sent = table.generation();
+        let sends = self.machine.update(&table)?.into_iter().find_map(|action| match action {
+            PeerAction::Send(kind, body) => Some((kind, body)),
+            _ => None,
+        });
+        Ok(sends)
     }
 
     fn create(&mut self, create: &CreateConnected) -> Result<Vec<QueuePairEnd>, ClientEnd> {

@@ -3,36 +3,40 @@
 //! Order of a start: rails are chosen; the locked-memory limit and what the devices register are
 //! held against what is needed; records are read into the region; it is registered once with each
 //! device, for remote reading alone, however many clients will come. Only then is anything offered.
+//! What the slots hold changes later (`residency/`), the registrations do not.
 //!
 //! A client's queue pairs are made in its handshake and destroyed with its control connection. The
 //! peer posts nothing on them and polls nothing: READs are the device's work.
 
+mod budget;
 mod client;
 mod resident;
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
+use expert_tier::key::ExpertKey;
 use expert_tier::store::{ExpertStore, StoreError};
-use gpu_sys::limits::{Bytes, IpcLock, LockLimit};
-use gpu_sys::pinned::{PinError, PinnedPages};
+use gpu_sys::limits::{Bytes, LockLimit};
+use gpu_sys::pinned::PinError;
+use gpu_sys::slots::SlotMemory;
 use gpu_sys::verbs::{
     Access, Context, Library, Memory, MemoryRegion, ProtectionDomain, VerbsError,
 };
-use railset::choose::{RailSpec, Wish};
+use railset::choose::{RailSpec, Wish as RailWish};
 use railset::driver;
 use railset::handshake::peer::PeerRails;
 use railset::message::MAX_QPS_PER_RAIL;
 use railset::pairing::{ServeError, serve_rails};
-use railset::table::{Column, LayerTable, SPILLED, Table, TableError};
+use railset::table::{Column, TableError};
 
 use crate::ledger::Ledger;
 use crate::push::{PushCounts, PushEngine, PushError, PushOptions};
+use crate::residency::keeper::{Keeper, Start};
+use crate::residency::{ProfileError, Residency, ResidencyOptions, profile};
+use budget::{Bounds, Plan};
 pub(crate) use client::{ClientEnd, RailClient};
-use resident::Plan;
-
-/// The generation of a table that never changes.
-const GENERATION: u64 = 1;
 
 /// Which rails a peer is to serve.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -43,7 +47,7 @@ pub enum RailsWish {
     /// None, even where there are some.
     Off,
     /// These.
-    These(Vec<Wish>),
+    These(Vec<RailWish>),
 }
 
 /// Why rails cannot be published.
@@ -72,12 +76,29 @@ pub enum RailsError {
         /// Bytes of a slot.
         slot_bytes: u64,
     },
+    /// The profile cannot be used.
+    #[error(transparent)]
+    Profile(#[from] ProfileError),
+    /// There is not that much memory.
+    #[error(
+        "{} of memory are asked for to hold records in, {} can be pinned by {bound_by}: lower \
+         --dram-budget, free memory, or serve over TCP alone with --rail none",
+        Bytes(*bytes), Bytes(*usable_bytes)
+    )]
+    Memory {
+        /// Bytes of the region.
+        bytes: u64,
+        /// Bytes that can be pinned beside the reserve for others.
+        usable_bytes: u64,
+        /// What sets the bound.
+        bound_by: String,
+    },
     /// Registering would go over the locked-memory limit.
     #[error(
         "publishing over RDMA needs {} of locked memory ({} for each of {devices} devices), the \
          limit is {limit}: raise `ulimit -l` (LimitMEMLOCK= in a systemd unit, --ulimit memlock= for \
-         a container), grant CAP_IPC_LOCK, name fewer devices with --rail, or serve over TCP alone \
-         with --rail none",
+         a container), grant CAP_IPC_LOCK, lower --dram-budget, name fewer devices with --rail, or \
+         serve over TCP alone with --rail none",
         Bytes(*needed_bytes), Bytes(*bytes)
     )]
     LockLimit {
@@ -92,8 +113,8 @@ pub enum RailsError {
     },
     /// A device does not register regions that large.
     #[error(
-        "{device} registers at most {} at once, all records together need {}: name other devices \
-         with --rail, or serve over TCP alone with --rail none",
+        "{device} registers at most {} at once, the records to hold need {}: lower --dram-budget, \
+         name other devices with --rail, or serve over TCP alone with --rail none",
         Bytes(*max_bytes), Bytes(*bytes)
     )]
     MaxRegion {
@@ -127,15 +148,24 @@ pub enum RailsError {
     Push(#[from] PushError),
 }
 
+/// What is to be published.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Wish<'a> {
+    pub(crate) rails: &'a RailsWish,
+    pub(crate) dram_budget: Option<u64>,
+    pub(crate) profile: Option<&'a Path>,
+    pub(crate) residency: ResidencyOptions,
+    pub(crate) push: &'a PushOptions,
+}
+
 /// What is offered to every client.
 pub(crate) struct Published {
     rails: Arc<PeerRails>,
     domains: Vec<Arc<ProtectionDomain>>,
     /// For each rail which device it is on, by the order of the devices.
     of_rail: Vec<usize>,
-    table: Table,
-    plan: Plan,
-    ledger: Arc<Ledger>,
+    residency: Arc<Residency>,
+    region_bytes: u64,
     /// What serves the records that are spilled, if any are.
     push: Option<PushEngine>,
     // Holds the memory; registrations hold it too, and go first.
@@ -149,37 +179,53 @@ struct Served {
 }
 
 impl Published {
-    /// Reads, registers and describes all of `store`; `None` where there is no rail and none was
-    /// asked for.
+    /// Reads, registers and describes as much of `store` as is wished for, and gives the keeper of
+    /// it, which is to run; `None` where there is no rail and none was asked for.
     pub(crate) fn new(
         store: &Arc<ExpertStore>,
-        wish: &RailsWish,
-        dram_budget: Option<u64>,
-        push: &PushOptions,
-    ) -> Result<Option<Self>, RailsError> {
-        let Some((library, specs)) = find_rails(wish)? else { return Ok(None) };
-        let plan = Plan::of(store, dram_budget)?;
+        wish: Wish<'_>,
+    ) -> Result<Option<(Self, Keeper)>, RailsError> {
+        let Some((library, specs)) = find_rails(wish.rails)? else {
+            if wish.dram_budget.is_some() || wish.profile.is_some() {
+                tracing::warn!("no rails: a DRAM budget and a profile are of no use");
+            }
+            return Ok(None);
+        };
+        let ledger = Arc::new(Ledger::new(store.manifest()));
+        let profile = wish.profile.map(|path| profile::read(path, &ledger)).transpose()?;
         let (served, of_rail) = open_devices(&library, &specs)?;
         let most = |device: &Served| {
             (device.context.name().to_owned(), device.context.limits().max_mr_size)
         };
-        let devices: Vec<_> = served.iter().map(most).collect();
-        let terms = plan.spill(push.transfer);
-        let buffers = terms.map_or(0, |_| push.locked_bytes());
-        let bytes = plan.bytes().saturating_add(buffers);
-        hold_against_limits(&devices, bytes, LockLimit::current())?;
-        let pages = Arc::new(resident::load(store, plan)?);
-        let regions = register(&served, &pages, plan)?;
-        let table = describe(store, plan, &of_rail, &regions)?;
-        let layers = table.layers().len() as u32;
+        let bounds = Bounds::current(served.iter().map(most).collect());
+        let layout = store.manifest().layout();
+        let plan = Plan::of(layout, wish.dram_budget, wish.push.locked_bytes(), &bounds)?;
+        let records = plan.first_records(profile.as_deref());
+        let all: Vec<ExpertKey> = layout.keys().collect();
+        let keys: Vec<_> = records.iter().map(|&record| all[record]).collect();
+        let (memory, slots) = resident::load(store, &plan, &keys)?;
+        let regions = register(&served, &memory, &plan)?;
+        let column = |&device: &usize| {
+            let region: &MemoryRegion = &regions[device];
+            Column { base: region.address(), rkey: region.rkey() }
+        };
+        let columns = of_rail.iter().map(column).collect();
+        let start = Start { slots, slot_bytes: plan.slot_bytes, records, columns };
+        let (residency, keeper) =
+            Keeper::new(store.manifest(), Arc::clone(&ledger), start, wish.residency)
+                .map_err(|source| RailsError::Table { source })?;
+        let terms = plan.spill(wish.push.transfer);
+        let (generation, layers) = (residency.live().generation(), layout.layers().len() as u32);
         let most_pairs = MAX_QPS_PER_RAIL as u8;
-        let rails = PeerRails::new(&specs, most_pairs, layers, GENERATION, plan.slot_bytes, terms);
+        let rails = PeerRails::new(&specs, most_pairs, layers, generation, plan.slot_bytes, terms);
         let domains = of_rail.iter().map(|&device| Arc::clone(&served[device].domain)).collect();
-        let (rails, ledger) = (Arc::new(rails), Arc::new(Ledger::new(store.manifest())));
         let devices = served.iter().map(|device| Arc::clone(&device.domain)).collect();
-        let start = |terms| PushEngine::start(store, &ledger, devices, terms, push);
+        let start = |terms| PushEngine::start(store, &ledger, devices, terms, wish.push);
         let push = terms.map(start).transpose()?;
-        Ok(Some(Self { rails, domains, of_rail, table, plan, ledger, push, _regions: regions }))
+        let (rails, region_bytes) = (Arc::new(rails), plan.bytes());
+        let published =
+            Self { rails, domains, of_rail, residency, region_bytes, push, _regions: regions };
+        Ok(Some((published, keeper)))
     }
 
     /// Devices of the rails, in the order of the offer.
@@ -192,7 +238,7 @@ impl Published {
 
     /// What is known of each record.
     pub(crate) fn ledger(&self) -> &Arc<Ledger> {
-        &self.ledger
+        self.residency.ledger()
     }
 
     /// Where spilled records come from and how, and what has come of it; `None` where none are.
@@ -200,9 +246,14 @@ impl Published {
         self.push.as_ref().map(|push| (push.names(), push.counts()))
     }
 
-    /// Records held in memory, and the bytes of the region that holds them.
-    pub(crate) fn resident(&self) -> (u64, u64) {
-        (self.plan.slots, self.plan.bytes())
+    /// Which records are in memory.
+    pub(crate) fn residency(&self) -> &Arc<Residency> {
+        &self.residency
+    }
+
+    /// Bytes of the region that holds records.
+    pub(crate) fn region_bytes(&self) -> u64 {
+        self.region_bytes
     }
 }
 
@@ -211,7 +262,7 @@ type FoundRails = (Arc<Library>, Vec<RailSpec>);
 
 /// The library and the rails, or `None` where discovery finds none.
 fn find_rails(wish: &RailsWish) -> Result<Option<FoundRails>, RailsError> {
-    let wishes: &[Wish] = match wish {
+    let wishes: &[RailWish] = match wish {
         RailsWish::Off => return Ok(None),
         RailsWish::Discover => &[],
         RailsWish::These(wishes) => wishes,
@@ -254,31 +305,11 @@ fn open_devices(
     Ok((served, of_rail))
 }
 
-/// Holds a region of `bytes` against what each device registers at once, and against what the
-/// process may lock. Before anything is read: a refusal after half an hour of loading would be no
-/// help.
-fn hold_against_limits(
-    devices: &[(String, u64)],
-    bytes: u64,
-    limit: LockLimit,
-) -> Result<(), RailsError> {
-    if let Some((device, max_bytes)) = devices.iter().find(|(_, most)| bytes > *most) {
-        let (device, max_bytes) = (device.clone(), *max_bytes);
-        return Err(RailsError::MaxRegion { device, max_bytes, bytes });
-    }
-    let devices = devices.len() as u64;
-    let needed_bytes = bytes.saturating_mul(devices);
-    if limit.capability != IpcLock::Granted && limit.soft_bytes.is_some_and(|s| needed_bytes > s) {
-        return Err(RailsError::LockLimit { bytes, devices, needed_bytes, limit });
-    }
-    Ok(())
-}
-
 /// Registers the region with every device at once: pinning takes the kernel a while per gigabyte.
 fn register(
     served: &[Served],
-    pages: &Arc<PinnedPages>,
-    plan: Plan,
+    pages: &Arc<SlotMemory>,
+    plan: &Plan,
 ) -> Result<Vec<MemoryRegion>, RailsError> {
     let bytes = plan.bytes() as usize;
     let register_with = |device: &Served| {
@@ -299,72 +330,4 @@ fn register(
         });
         joined.collect()
     })
-}
-
-/// The table: record `n` is in slot `n`, whatever its layer, as far as there are slots.
-fn describe(
-    store: &ExpertStore,
-    plan: Plan,
-    of_rail: &[usize],
-    regions: &[MemoryRegion],
-) -> Result<Table, RailsError> {
-    let columns: Vec<Column> = of_rail
-        .iter()
-        .map(|&device| Column { base: regions[device].address(), rkey: regions[device].rkey() })
-        .collect();
-    let (mut next, slots) = (0, plan.slots as u32);
-    let layers = store.manifest().layout().layers().iter().map(|layer| {
-        let first = next;
-        next += layer.experts();
-        let slot = |record| if record < slots { record } else { SPILLED };
-        LayerTable {
-            layer: layer.layer(),
-            slot_stride: plan.slot_bytes,
-            columns: columns.clone(),
-            slots: (first..next).map(slot).collect(),
-        }
-    });
-    Table::new(GENERATION, layers.collect()).map_err(|source| RailsError::Table { source })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const GIB: u64 = 1 << 30;
-
-    fn limit(soft_bytes: Option<u64>, capability: IpcLock) -> LockLimit {
-        LockLimit { soft_bytes, hard_bytes: soft_bytes, locked_bytes: 0, capability }
-    }
-
-    fn devices() -> Vec<(String, u64)> {
-        vec![("rxe0".into(), 64 * GIB), ("rxe1".into(), 48 * GIB)]
-    }
-
-    #[test]
-    fn locked_memory_is_needed_once_for_each_device() {
-        let hold = |bytes, limit| hold_against_limits(&devices(), bytes, limit);
-        let allowed = limit(Some(20 * GIB), IpcLock::Absent);
-        hold(10 * GIB, allowed).expect("twice 10 GiB");
-        let error = hold(10 * GIB + 1, allowed).unwrap_err();
-        assert!(matches!(error, RailsError::LockLimit { devices: 2, .. }), "{error}");
-        let text = error.to_string();
-        for part in ["2 devices", "20 GiB", "ulimit -l", "--rail none"] {
-            assert!(text.contains(part), "{part:?} is not in {text}");
-        }
-        hold(40 * GIB, limit(Some(20 * GIB), IpcLock::Granted)).expect("the capability lifts it");
-        hold(40 * GIB, limit(None, IpcLock::Absent)).expect("no limit");
-        hold_against_limits(&devices(), u64::MAX / 2, allowed).expect_err("no overflow");
-    }
-
-    #[test]
-    fn a_device_that_registers_less_at_once_is_named() {
-        let none = limit(None, IpcLock::Absent);
-        hold_against_limits(&devices(), 48 * GIB, none).expect("exactly what it takes");
-        let error = hold_against_limits(&devices(), 48 * GIB + 1, none).unwrap_err();
-        let text = error.to_string();
-        for part in ["rxe1", "48 GiB", "--rail none"] {
-            assert!(text.contains(part), "{part:?} is not in {text}");
-        }
-    }
 }

@@ -61,6 +61,14 @@ impl PeerRails {
         Self { offer, specs: rails.to_vec() }
     }
 
+    /// The same with the table's generation of now.
+    #[must_use]
+    pub fn with_generation(&self, generation: u64) -> Self {
+        let mut now = self.clone();
+        now.offer.generation = generation;
+        now
+    }
+
     /// What is offered to a client.
     #[must_use]
     pub fn offer(&self) -> &Offer {

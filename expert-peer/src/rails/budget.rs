@@ -1,0 +1,178 @@
+//! How many records are held in memory: what the operator says, or what the machine lets us pin.
+//!
+//! ```text
+//! one region of slots x slot bytes, pinned once and registered with every device, so
+//!   slots x slot bytes            <= memory that can be pinned beside the reserve for others
+//!   slots x slot bytes            <= what each device registers at once
+//!   slots x slot bytes x devices  <= the locked-memory limit, where it applies: registrations
+//!   slots x slot bytes            <= the same less what is locked already: the pages themselves
+//! ```
+
+use expert_tier::layout::ExpertLayout;
+use gpu_sys::limits::{Available, Bytes, IpcLock, LockLimit, free_huge_pages};
+use gpu_sys::pinned::{HUGE_PAGE_BYTES, NumaPlacement, RESERVE_MAX_BYTES, usable_memory};
+use railset::message::{SpillTerms, Transfer};
+
+use super::RailsError;
+
+/// Requests for spilled records that a client may have under way on a rail: enough to keep the disk
+/// and the rail busy at once, few enough that a client's share of the buffers is small.
+pub(super) const CREDITS: u16 = 32;
+/// Most bytes of one such request: large enough that its messages cost little beside it, small enough
+/// that clients take turns.
+pub(super) const RANGE_BYTES: u32 = 1 << 20;
+
+/// Part of the memory that a region takes by itself at most, as one of so many, beside the reserve:
+/// what is available changes by the moment, and connections and the file cache want some, too.
+const SLACK_DIVISOR: u64 = 16;
+
+/// How many slots there are, and what for.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) struct Plan {
+    pub(super) slot_bytes: u64,
+    pub(super) slots: u64,
+    /// Records of the store.
+    pub(super) records: u64,
+    /// What keeps the others out, for the log.
+    pub(super) bound_by: String,
+}
+
+/// What limits a region.
+#[derive(Clone, Debug)]
+pub(super) struct Bounds {
+    /// Each device with its `max_mr_size`.
+    pub(super) devices: Vec<(String, u64)>,
+    /// What the process may lock.
+    pub(super) lock: LockLimit,
+    /// What can be pinned, and what says so; `None` where nobody does.
+    pub(super) memory: Option<Available>,
+}
+
+impl Bounds {
+    /// Those of this process now.
+    pub(super) fn current(devices: Vec<(String, u64)>) -> Self {
+        // The pool of huge pages is apart from what counts as available.
+        let pool = free_huge_pages(HUGE_PAGE_BYTES as u64, None) * HUGE_PAGE_BYTES as u64;
+        let pool = Available { bytes: pool, bound_by: "the pool of huge pages".into() };
+        let usable = usable_memory(NumaPlacement::Local);
+        let memory = usable.map(|usable| if pool.bytes > usable.bytes { pool } else { usable });
+        Self { devices, lock: LockLimit::current(), memory }
+    }
+
+    /// The most bytes of a region under each bound, with the bound's name.
+    fn most(&self) -> Vec<(u64, String)> {
+        let mut most: Vec<_> = Vec::new();
+        let limited = self.lock.capability != IpcLock::Granted;
+        if let Some(soft) = self.lock.soft_bytes.filter(|_| limited) {
+            let devices = (self.devices.len() as u64).max(1);
+            let name = format!("the locked-memory limit ({}, {devices} devices)", self.lock);
+            let unlocked = soft.saturating_sub(self.lock.locked_bytes);
+            most.push(((soft / devices).min(whole_pages(unlocked)), name));
+        }
+        if let Some(Available { bytes, bound_by }) = &self.memory {
+            let name = format!("{} that can be pinned by {bound_by}", Bytes(*bytes));
+            let slack = (bytes / SLACK_DIVISOR).min(RESERVE_MAX_BYTES);
+            most.push((whole_pages(bytes - slack), name));
+        }
+        let device = |(name, bytes): &(String, u64)| (*bytes, format!("what {name} registers"));
+        most.extend(self.devices.iter().map(device));
+        most
+    }
+
+    /// An error unless a region of `bytes` keeps to all of them. Before anything is read: a refusal
+    /// after half an hour of loading would be no help.
+    fn hold(&self, bytes: u64) -> Result<(), RailsError> {
+        if let Some((device, max_bytes)) = self.devices.iter().find(|(_, most)| bytes > *most) {
+            let (device, max_bytes) = (device.clone(), *max_bytes);
+            return Err(RailsError::MaxRegion { device, max_bytes, bytes });
+        }
+        let (devices, limit) = (self.devices.len() as u64, self.lock);
+        let needed_bytes = bytes.saturating_mul(devices);
+        let limited = limit.capability != IpcLock::Granted;
+        let over = limited && limit.soft_bytes.is_some_and(|soft| needed_bytes > soft);
+        if over || !limit.allows(pinned(bytes)) {
+            return Err(RailsError::LockLimit { bytes, devices, needed_bytes, limit });
+        }
+        match &self.memory {
+            Some(Available { bytes: usable_bytes, bound_by }) if pinned(bytes) > *usable_bytes => {
+                let (usable_bytes, bound_by) = (*usable_bytes, bound_by.clone());
+                Err(RailsError::Memory { bytes, usable_bytes, bound_by })
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Bytes that are pinned for a region of `bytes`: whole huge pages, where there is one.
+fn pinned(bytes: u64) -> u64 {
+    let page = HUGE_PAGE_BYTES as u64;
+    if bytes < page { bytes } else { bytes.div_ceil(page).saturating_mul(page) }
+}
+
+/// The most bytes of a region for which no more than `bytes` are pinned.
+fn whole_pages(bytes: u64) -> u64 {
+    let page = HUGE_PAGE_BYTES as u64;
+    if bytes < page { bytes } else { bytes / page * page }
+}
+
+impl Plan {
+    /// Slots for as many records of the layout as `budget` allows; without one, as fit the bounds.
+    /// Where that is not all of them, `buffer_bytes` are pinned and registered beside the region.
+    pub(super) fn of(
+        layout: &ExpertLayout,
+        budget: Option<u64>,
+        buffer_bytes: u64,
+        bounds: &Bounds,
+    ) -> Result<Self, RailsError> {
+        let (slot_bytes, records) = (layout.max_stride(), layout.records());
+        let all_bytes = records.saturating_mul(slot_bytes);
+        let all = (all_bytes, "nothing".to_owned());
+        let beside = |(bytes, name): (u64, String)| match bytes < all_bytes {
+            true => (bytes.saturating_sub(buffer_bytes), name),
+            false => (bytes, name),
+        };
+        let (most, bound_by) = match budget {
+            Some(budget) if budget < slot_bytes => {
+                return Err(RailsError::Budget { budget, slot_bytes });
+            }
+            Some(budget) => [all, (budget, "--dram-budget".into())].into_iter().min(),
+            None => bounds.most().into_iter().map(beside).chain([all]).min_by_key(|it| it.0),
+        }
+        .unwrap_or_default();
+        // At least one: what stands against even that is an error, and `hold` has its words.
+        let slots = (most / slot_bytes).clamp(1, records);
+        let bound_by = if slots == records { "nothing".to_owned() } else { bound_by };
+        let plan = Self { slot_bytes, slots, records, bound_by };
+        let buffer_bytes = if slots < records { buffer_bytes } else { 0 };
+        bounds.hold(plan.bytes().saturating_add(buffer_bytes))?;
+        Ok(plan)
+    }
+
+    /// How the records come that have no slot, if there are any.
+    pub(super) fn spill(&self, transfer: Transfer) -> Option<SpillTerms> {
+        let terms = SpillTerms { transfer, credits: CREDITS, range_bytes: RANGE_BYTES };
+        (self.slots < self.records).then_some(terms)
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.slot_bytes.saturating_mul(self.slots)
+    }
+
+    /// The records to start with, ascending: the most counted of `profile`, then in the order of the
+    /// layers.
+    pub(super) fn first_records(&self, profile: Option<&[u64]>) -> Vec<usize> {
+        let (records, slots) = (self.records as usize, self.slots as usize);
+        let mut order: Vec<usize> = (0..records).collect();
+        if let Some(counts) = profile {
+            // A stable sort: equal counts stay in the order of the layers.
+            order.sort_by_key(|&record| std::cmp::Reverse(counts[record]));
+        }
+        order.truncate(slots);
+        order.sort_unstable();
+        order
+    }
+}
+
+#[cfg(test)]
+#[path = "budget_tests.rs"]
+mod tests;
