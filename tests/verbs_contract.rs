@@ -4,7 +4,7 @@
 
 mod peer_support;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use expert_tier::testing::TestStore;
@@ -15,11 +15,25 @@ use expert_tier::wire::Secret;
 use peer_support::process::Peer;
 
 fn make(change: impl FnOnce(&mut VerbsOptions)) -> Backed<VerbsTier, Peer> {
-    let store = TestStore::mixed(1);
+    make_with(TestStore::mixed(1), &[], change)
+}
+
+/// A peer that holds one record in memory, and a store on a disk with direct reads.
+fn spilling(more: &[&str], change: impl FnOnce(&mut VerbsOptions)) -> Backed<VerbsTier, Peer> {
+    let disk = Path::new("/scratch");
+    let store = TestStore::new_in(disk, 3, 8, &[5_000, 700_001, 524_288], 1);
+    make_with(store, &[&["--dram-budget", "1MiB"], more].concat(), change)
+}
+
+fn make_with(
+    store: TestStore,
+    more: &[&str],
+    change: impl FnOnce(&mut VerbsOptions),
+) -> Backed<VerbsTier, Peer> {
     let secret: PathBuf = store.scratch().join("secret");
     std::fs::write(&secret, "the secret of the contract's tests\n").expect("a file of ours");
-    let rails = ["--rail", "rxe0p", "--rail", "rxe1p"];
-    let peer = Peer::start_with(&store.path(), &rails, Some(&secret));
+    let args = [&["--rail", "rxe0p", "--rail", "rxe1p"], more].concat();
+    let peer = Peer::start_with(&store.path(), &args, Some(&secret));
     let secret = Some(Secret::read(&secret).expect("long enough"));
     // The guest is slow; otherwise the defaults, as users run it.
     let connect = Duration::from_secs(10);
@@ -35,6 +49,16 @@ fn make(change: impl FnOnce(&mut VerbsOptions)) -> Backed<VerbsTier, Peer> {
 
 mod over_two_rails {
     expert_tier::contract_suite!(needs "needs RDMA devices: scripts/test-verbs", || super::make(|_| ()));
+}
+
+mod pushed {
+    expert_tier::contract_suite!(needs "needs RDMA devices: scripts/test-verbs", || super::spilling(&[], |_| ()));
+}
+
+mod staged {
+    expert_tier::contract_suite!(needs "needs RDMA devices: scripts/test-verbs", || {
+        super::spilling(&["--spill-transfer", "stage"], |_| ())
+    });
 }
 
 mod over_one_rail {

@@ -41,6 +41,9 @@ struct FetchArgs {
     /// Records asked for at once; the next batch starts when all have come
     #[arg(long, value_name = "N", default_value_t = 1)]
     batch: usize,
+    /// Only records of this layer [default: all]
+    #[arg(long, value_name = "L")]
+    layer: Option<u32>,
     /// How long to measure, after half a second of warming up
     #[arg(long, value_name = "S", default_value_t = 3.0)]
     seconds: f64,
@@ -93,7 +96,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         return Err(UsageError("--batch takes 1 to 65536".into()).into());
     }
     let backend = args.backend.open(u64::MAX)?;
-    let mut bench = Bench::new(&backend, args);
+    let mut bench = Bench::new(&backend, args)?;
     bench.measure(Duration::from_millis(500))?;
 
     let peer_before = PeerUsage::ask(&backend);
@@ -136,17 +139,22 @@ struct Bench<'a> {
 }
 
 impl<'a> Bench<'a> {
-    fn new(backend: &'a Backend, args: &FetchArgs) -> Self {
-        Self {
+    fn new(backend: &'a Backend, args: &FetchArgs) -> anyhow::Result<Self> {
+        let layout = backend.tier.manifest().layout();
+        if let Some(layer) = args.layer {
+            layout.locate(ExpertKey::new(layer, 0))?;
+        }
+        let is_wanted = |key: &ExpertKey| args.layer.is_none_or(|layer| key.layer == layer);
+        Ok(Self {
             backend,
-            keys: backend.tier.manifest().layout().keys().collect(),
+            keys: layout.keys().filter(is_wanted).collect(),
             batch: args.batch,
             turn: 0,
             queue: CompletionQueue::new(),
             requests: Vec::with_capacity(args.batch),
             #[cfg(feature = "unverified")]
             verify: args.verify,
-        }
+        })
     }
 
     /// Fetches until `span` has passed, with a pause after a batch of failures alone: while a peer
