@@ -1,5 +1,8 @@
 //! One client's connection: handshake, then requests answered in order.
 
+#[cfg(metrale_rdma_verbs)]
+mod direct;
+
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::Arc;
@@ -19,6 +22,8 @@ use metrics::{Counter, Histogram, counter, histogram};
 use rand::Rng;
 use socket2::{SockRef, TcpKeepalive};
 
+#[cfg(metrale_rdma_verbs)]
+use crate::direct_send::DirectSender;
 #[cfg(metrale_rdma_verbs)]
 use crate::rails::{ClientEnd, RailClient};
 use crate::registry::Place;
@@ -64,6 +69,9 @@ enum End {
     #[error("{0}")]
     Store(#[from] StoreError),
     #[cfg(metrale_rdma_verbs)]
+    #[error("within a record: {0}")]
+    Disk(String),
+    #[cfg(metrale_rdma_verbs)]
     #[error("this peer publishes no rails: records come over TCP alone")]
     NoRails,
     #[cfg(metrale_rdma_verbs)]
@@ -88,6 +96,9 @@ pub(crate) struct Connection {
     counters: Counters,
     #[cfg(metrale_rdma_verbs)]
     rail_client: Option<RailClient>,
+    /// What reads past the page cache, once something has.
+    #[cfg(metrale_rdma_verbs)]
+    direct: Option<Box<DirectSender>>,
 }
 
 struct Counters {
@@ -121,6 +132,8 @@ impl Connection {
             counters,
             #[cfg(metrale_rdma_verbs)]
             rail_client: None,
+            #[cfg(metrale_rdma_verbs)]
+            direct: None,
         }
     }
 
@@ -163,6 +176,11 @@ impl Connection {
             End::Store(error) => {
                 self.count_error(Status::Unreadable);
                 tracing::error!(%client, %error, "dropped a connection within a record");
+            }
+            #[cfg(metrale_rdma_verbs)]
+            End::Disk(_) => {
+                self.count_error(Status::Unreadable);
+                tracing::error!(%client, reason = %end, "dropped a connection");
             }
             End::Idle(_) => tracing::debug!(%client, reason = %end, "dropped a connection"),
             End::Io(_) | End::Socket(_) | End::Stalled(_) => {
@@ -349,6 +367,15 @@ impl Connection {
             Ok(layer) => layer.record_bytes(),
             Err(error) => return self.answer_error(header, Status::NoSuchKey, &error.to_string()),
         };
+        #[cfg(metrale_rdma_verbs)]
+        match self.send_direct(header, key, record_bytes)? {
+            direct::Sent::NotDirect => {}
+            direct::Sent::Refused => return Ok(()),
+            direct::Sent::Whole => {
+                self.count_served(record_bytes, start);
+                return Ok(());
+            }
+        }
         // Nothing is promised before the first piece has been read.
         let first = first_bytes(record_bytes);
         let read =
@@ -366,12 +393,16 @@ impl Connection {
         self.buffer[..HEADER_BYTES].copy_from_slice(&answer.encode());
         self.send(HEADER_BYTES + first)?;
         self.send_rest(key, record_bytes, first as u64)?;
+        self.count_served(record_bytes, start);
+        Ok(())
+    }
+
+    fn count_served(&self, record_bytes: u64, start: Instant) {
         self.shared.tally.served.fetch_add(1, Ordering::Relaxed);
         self.shared.tally.bytes.fetch_add(record_bytes, Ordering::Relaxed);
         self.counters.served.increment(1);
         self.counters.bytes.increment(record_bytes);
         self.counters.seconds.record(start.elapsed());
-        Ok(())
     }
 
     /// Sends the record from byte `done` on, straight from the page cache: over loopback that moves

@@ -11,6 +11,8 @@
 pub mod cli;
 mod connection;
 #[cfg(metrale_rdma_verbs)]
+mod direct_send;
+#[cfg(metrale_rdma_verbs)]
 mod ledger;
 mod meters;
 mod metrics_http;

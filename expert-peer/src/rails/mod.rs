@@ -236,11 +236,6 @@ impl Published {
         self.rails.offer().rails.iter().map(name).collect()
     }
 
-    /// What is known of each record.
-    pub(crate) fn ledger(&self) -> &Arc<Ledger> {
-        self.residency.ledger()
-    }
-
     /// Where spilled records come from and how, and what has come of it; `None` where none are.
     pub(crate) fn pushes(&self) -> Option<((&'static str, &'static str), PushCounts)> {
         self.push.as_ref().map(|push| (push.names(), push.counts()))

@@ -62,9 +62,12 @@ pub(crate) struct Residency {
 }
 
 impl Residency {
-    /// What is known of each record.
-    pub(crate) fn ledger(&self) -> &Arc<Ledger> {
-        &self.ledger
+    /// Whether a record is in memory, as far as clients are told; its layer by the position in the
+    /// store.
+    pub(crate) fn holds(&self, layer_at: usize, expert: u32) -> bool {
+        let table = self.live.table();
+        let slot = table.layers().get(layer_at).and_then(|it| it.slots.get(expert as usize));
+        slot.is_some_and(|slot| *slot != SPILLED)
     }
 
     /// The table that clients read by.

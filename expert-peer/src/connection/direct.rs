@@ -1,0 +1,90 @@
+//! Answering requests past the page cache, on a peer that is told to.
+
+use expert_tier::key::ExpertKey;
+use expert_tier::wire::frame::{FrameHeader, FrameType, HEADER_BYTES, Status};
+
+use super::{Connection, End, send_all};
+use crate::direct_send::{DirectSender, SendError, Stretch};
+use crate::push::SpillWish;
+
+/// How a record was sent.
+pub(super) enum Sent {
+    /// All of it.
+    Whole,
+    /// Not at all, and the client has been told.
+    Refused,
+    /// Not at all: it is to be sent as others are.
+    NotDirect,
+}
+
+impl Connection {
+    /// Sends a record that lies in no memory of the peer's, with its header, past the page cache, if
+    /// the peer is told to and can.
+    pub(super) fn send_direct(
+        &mut self,
+        header: &FrameHeader,
+        key: ExpertKey,
+        record_bytes: u64,
+    ) -> Result<Sent, End> {
+        let wish = self.shared.options.push.source;
+        let located = self.shared.store.manifest().layout().locate_at(key);
+        let (SpillWish::Direct, Ok((layer_at, layer))) = (wish, located) else {
+            return Ok(Sent::NotDirect);
+        };
+        let residency = self.shared.published.as_ref().map(|published| published.residency());
+        if residency.is_some_and(|it| it.holds(layer_at, key.expert)) {
+            return Ok(Sent::NotDirect);
+        }
+        let offset = u64::from(key.expert) * layer.stride();
+        let stretch = Stretch { layer_at, offset, bytes: record_bytes };
+        let stall = self.shared.options.stall;
+        let mut sender = match self.direct.take() {
+            Some(sender) => sender,
+            None => match DirectSender::new(&self.shared.store, stall) {
+                Ok(sender) => Box::new(sender),
+                Err(error) => {
+                    tracing::error!(client = %self.client, %error, "no direct reads");
+                    self.answer_error(header, Status::Unreadable, &error.to_string())?;
+                    return Ok(Sent::Refused);
+                }
+            },
+        };
+        let answer = FrameHeader {
+            frame: FrameType::Record,
+            status: Status::Ok,
+            request_id: header.request_id,
+            body_bytes: record_bytes,
+        };
+        let answer: [u8; HEADER_BYTES] = answer.encode();
+        // Nothing is promised before the first piece has been read.
+        let mut promised = false;
+        let sent = sender.send(stretch, stall, |piece| {
+            if !promised {
+                promised = true;
+                send_all(&self.socket, &answer, stall)?;
+            }
+            send_all(&self.socket, piece, stall)
+        });
+        let why = match sent {
+            Ok(()) => {
+                self.direct = Some(sender);
+                return Ok(Sent::Whole);
+            }
+            Err(SendError::Sink(end)) => return Err(end),
+            Err(SendError::Read(error)) => error.to_string(),
+            Err(SendError::Stalled(_)) => {
+                let (ms, flag) = (stall.as_millis(), super::STALL_MS);
+                format!("the disk gave nothing for {ms} ms; {flag} bounds this")
+            }
+        };
+        tracing::error!(%key, why, "a record could not be read");
+        if promised {
+            return Err(End::Disk(why));
+        }
+        if sender.is_idle() {
+            self.direct = Some(sender);
+        }
+        self.answer_error(header, Status::Unreadable, &why)?;
+        Ok(Sent::Refused)
+    }
+}

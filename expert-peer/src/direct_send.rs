@@ -1,0 +1,260 @@
+//! Sending records over TCP past the page cache: what the next pieces need of the disk is read while
+//! the piece before them is sent.
+//!
+//! For a peer that is told to (`--spill-source direct`): records of a store far larger than memory
+//! would only push others out of the page cache. Otherwise sendfile, which needs no buffers, is faster.
+
+use std::collections::VecDeque;
+use std::io;
+use std::num::NonZeroU32;
+use std::time::{Duration, Instant};
+
+use expert_tier::direct::{NotDirect, SlotRead, SlotReader, SlotReaderOptions};
+use expert_tier::store::ExpertStore;
+use gpu_sys::pinned::{HugePages, NumaPlacement, PinError, PinnedOptions};
+use gpu_sys::slots::{PinnedSlot, pin_slots};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+
+/// Bytes of one read.
+const PIECE_BYTES: usize = 256 << 10;
+/// Pieces of a connection that are read or sent: with two, the disk waits for every send; with these it
+/// has several reads at once, as disks want.
+const PIECES: usize = 8;
+/// What direct reads are aligned to.
+const ALIGN: u64 = 4096;
+
+/// Why a connection cannot read past the page cache.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum NoReader {
+    /// There is no memory for the pieces.
+    #[error("the buffers for direct reads: {0}")]
+    Pin(#[from] PinError),
+    /// There are no direct reads.
+    #[error(transparent)]
+    Direct(#[from] NotDirect),
+}
+
+/// Why a record was not sent whole.
+#[derive(Debug)]
+pub(crate) enum SendError<E> {
+    /// The disk.
+    Read(io::Error),
+    /// Nothing came of the disk for so long.
+    Stalled(Duration),
+    /// Whatever took the bytes.
+    Sink(E),
+}
+
+/// The reads of one connection.
+pub(crate) struct DirectSender {
+    reader: SlotReader<usize>,
+    free: Vec<PinnedSlot>,
+}
+
+/// Bytes of a layer's file that are to be sent.
+#[derive(Clone, Copy)]
+pub(crate) struct Stretch {
+    /// The layer, by its position in the store.
+    pub(crate) layer_at: usize,
+    /// Where they start in its file.
+    pub(crate) offset: u64,
+    pub(crate) bytes: u64,
+}
+
+/// A piece on its way: where its bytes lie in its slot, and the slot once it has been read.
+struct Piece {
+    skip: usize,
+    bytes: usize,
+    slot: Option<PinnedSlot>,
+}
+
+impl DirectSender {
+    pub(crate) fn new(store: &ExpertStore, drop_wait: Duration) -> Result<Self, NoReader> {
+        let options =
+            PinnedOptions { bytes: 0, huge_pages: HugePages::Off, numa: NumaPlacement::Local };
+        let (memory, free) = pin_slots(PIECE_BYTES, PIECES, options)?;
+        let depth = NonZeroU32::new(PIECES as u32).unwrap_or(NonZeroU32::MIN);
+        let options = SlotReaderOptions { depth, piece_bytes: PIECE_BYTES, drop_wait };
+        Ok(Self { reader: SlotReader::open(store, &memory, options)?, free })
+    }
+
+    /// Whether nothing is read any more.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.reader.under_way() == 0
+    }
+
+    /// Gives the bytes of `stretch` to `sink`, in order and as they come; nothing may come of the disk
+    /// for `stall` at most.
+    pub(crate) fn send<E>(
+        &mut self,
+        stretch: Stretch,
+        stall: Duration,
+        mut sink: impl FnMut(&[u8]) -> Result<(), E>,
+    ) -> Result<(), SendError<E>> {
+        let sent = self.send_some(stretch, stall, &mut sink);
+        // After an error the reads under way have to end before their slots are used again.
+        let started = Instant::now();
+        while sent.is_err() && self.reader.under_way() > 0 && started.elapsed() < stall {
+            let free = &mut self.free;
+            if self.reader.turn(|end| free.push(end.slot)).is_err() {
+                break;
+            }
+            self.wait(stall.saturating_sub(started.elapsed()));
+        }
+        sent
+    }
+
+    fn send_some<E>(
+        &mut self,
+        stretch: Stretch,
+        stall: Duration,
+        sink: &mut impl FnMut(&[u8]) -> Result<(), E>,
+    ) -> Result<(), SendError<E>> {
+        let mut pieces: VecDeque<Piece> = VecDeque::with_capacity(PIECES);
+        let (mut first, mut asked) = (0, 0);
+        let mut progress = Instant::now();
+        while asked < stretch.bytes || !pieces.is_empty() {
+            while asked < stretch.bytes
+                && let Some(slot) = self.free.pop()
+            {
+                let (piece, read) = next_piece(stretch, asked);
+                asked += piece.bytes as u64;
+                self.reader.submit(read, slot, first + pieces.len());
+                pieces.push_back(piece);
+            }
+            let mut failed = None;
+            let free = &mut self.free;
+            let turned = self.reader.turn(|end| match end.outcome {
+                Ok(()) => {
+                    if let Some(piece) = pieces.get_mut(end.tag - first) {
+                        piece.slot = Some(end.slot);
+                    }
+                }
+                Err(error) => {
+                    failed = Some(error);
+                    free.push(end.slot);
+                }
+            });
+            if let Some(error) = turned.err().or(failed) {
+                self.free.extend(pieces.into_iter().filter_map(|piece| piece.slot));
+                return Err(SendError::Read(error));
+            }
+            let Some(slot) = pieces.front_mut().and_then(|piece| piece.slot.take()) else {
+                if progress.elapsed() >= stall {
+                    self.free.extend(pieces.into_iter().filter_map(|piece| piece.slot));
+                    return Err(SendError::Stalled(stall));
+                }
+                self.wait(stall.saturating_sub(progress.elapsed()));
+                continue;
+            };
+            if let Some(Piece { skip, bytes, .. }) = pieces.pop_front() {
+                first += 1;
+                let sent = sink(&slot.bytes()[skip..skip + bytes]);
+                self.free.push(slot);
+                if let Err(error) = sent {
+                    self.free.extend(pieces.into_iter().filter_map(|piece| piece.slot));
+                    return Err(SendError::Sink(error));
+                }
+            }
+            progress = Instant::now();
+        }
+        Ok(())
+    }
+
+    /// Waits until a read has ended, at most `bound`.
+    fn wait(&self, bound: Duration) {
+        let timeout = Timespec::try_from(bound).ok();
+        let mut fds = [PollFd::new(&self.reader, PollFlags::IN)];
+        match poll(&mut fds, timeout.as_ref()) {
+            Ok(_) | Err(Errno::INTR) => {}
+            // The next turn says what is wrong.
+            Err(error) => tracing::debug!(%error, "cannot wait for the disk"),
+        }
+    }
+}
+
+/// The piece of `stretch` from byte `done` on, and the read that brings it: aligned at both ends.
+fn next_piece(stretch: Stretch, done: u64) -> (Piece, SlotRead) {
+    let at = stretch.offset + done;
+    let offset = at / ALIGN * ALIGN;
+    // Both below the bytes of a slot.
+    let skip = (at - offset) as usize;
+    let room = (PIECE_BYTES - skip) as u64;
+    let bytes = room.min(stretch.bytes - done) as usize;
+    let read_bytes = (skip + bytes).next_multiple_of(ALIGN as usize);
+    let read = SlotRead { layer_at: stretch.layer_at, offset, bytes: read_bytes };
+    (Piece { skip, bytes, slot: None }, read)
+}
+
+#[cfg(test)]
+mod tests {
+    use expert_tier::testing::TestStore;
+
+    use super::*;
+
+    const STALL: Duration = Duration::from_secs(20);
+
+    /// On a file system with direct reads, which the target directory's usually is.
+    fn sender(store: &TestStore) -> Option<DirectSender> {
+        match DirectSender::new(&store.open(), STALL) {
+            Ok(sender) => Some(sender),
+            Err(reason) => {
+                println!("not tried here: {reason}");
+                None
+            }
+        }
+    }
+
+    fn store() -> TestStore {
+        let place = std::env::current_dir().expect("a directory");
+        TestStore::new_in(&place.join("../target"), 2, 3, &[3_000_001, 5_000], 9)
+    }
+
+    fn stretch(store: &TestStore, expert: u64, from: u64) -> Stretch {
+        let layout = store.open().manifest().layout().clone();
+        let layer = &layout.layers()[0];
+        let (offset, bytes) = (expert * layer.stride() + from, layer.record_bytes() - from);
+        Stretch { layer_at: 0, offset, bytes }
+    }
+
+    #[test]
+    fn records_come_whole_and_in_order_from_any_byte_on() {
+        let store = store();
+        let Some(mut sender) = sender(&store) else { return };
+        for (expert, from) in [(0, 0), (1, 1), (2, 4097), (0, 262_144), (1, 3_000_000)] {
+            let mut got = Vec::new();
+            let sink = |bytes: &[u8]| -> Result<(), ()> {
+                got.extend_from_slice(bytes);
+                Ok(())
+            };
+            let stretch = stretch(&store, expert, from);
+            assert!(sender.send(stretch, STALL, sink).is_ok());
+            let mut expected = vec![0; stretch.bytes as usize];
+            let key = expert_tier::key::ExpertKey::new(0, expert as u32);
+            store.open().read_at(key, from, &mut expected).expect("a sound store");
+            assert!(got == expected, "expert {expert} from {from}");
+        }
+    }
+
+    #[test]
+    fn after_a_sink_that_fails_and_a_file_that_is_short_records_come_again() {
+        let store = store();
+        let Some(mut sender) = sender(&store) else { return };
+        for _ in 0..3 {
+            let failed = sender.send(stretch(&store, 0, 0), STALL, |_| Err("full"));
+            assert!(matches!(failed, Err(SendError::Sink("full"))), "{failed:?}");
+            let beyond = Stretch { offset: 1 << 40, ..stretch(&store, 0, 0) };
+            let failed = sender.send(beyond, STALL, |_| Ok::<_, ()>(()));
+            assert!(matches!(failed, Err(SendError::Read(_))), "{failed:?}");
+            let mut bytes = 0;
+            let whole = stretch(&store, 2, 0);
+            let sent = sender.send(whole, STALL, |piece| {
+                bytes += piece.len() as u64;
+                Ok::<_, ()>(())
+            });
+            assert!(sent.is_ok() && bytes == whole.bytes, "{bytes}");
+        }
+        assert_eq!(sender.free.len(), PIECES, "every slot is back");
+    }
+}
