@@ -33,8 +33,11 @@ pub(super) struct Device {
 
 impl Devices {
     pub(super) fn open() -> Result<Self, VerbsError> {
-        let (opened, arenas) = (Mutex::default(), Mutex::default());
-        Ok(Self { library: Library::open()?, opened, arenas })
+        Ok(Self::of(Library::open()?))
+    }
+
+    pub(super) fn of(library: Arc<Library>) -> Self {
+        Self { library, opened: Mutex::default(), arenas: Mutex::default() }
     }
 
     /// Fails where no device, port and GID could carry the first rail, whoever the peer is.

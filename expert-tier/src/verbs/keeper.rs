@@ -172,3 +172,7 @@ fn try_once(
     desk.rail_up(opened);
     Ok(())
 }
+
+#[cfg(test)]
+#[path = "keeper_tests.rs"]
+mod tests;
