@@ -66,6 +66,11 @@ impl Devices {
         Ok(device)
     }
 
+    /// Opens `device` anew, and registers every arena with it again, where it is asked for once more.
+    pub(super) fn forget(&self, device: &Arc<Device>) {
+        lock(&self.opened).retain(|known| !Arc::ptr_eq(known, device));
+    }
+
     /// Registers `arena` with every open device, and with those that are opened later.
     pub(super) fn register(&self, arena: &ExpertArena) -> Result<(), VerbsError> {
         let opened = lock(&self.opened);

@@ -53,7 +53,8 @@ pub(super) fn keep(desk: &Arc<Desk>, checker: &PartChecker) {
     }
 }
 
-/// Takes what the peer has sent within `tick`; a session that breaks ends its rail.
+/// Takes what the peer has sent within `tick`, and waits for nothing beyond it; a session that breaks
+/// ends its rail.
 fn listen(desk: &Desk, sessions: &mut Vec<Session>, tick: Duration, readable: &mut Vec<bool>) {
     if sessions.is_empty() {
         return desk.nap(tick);
@@ -64,10 +65,11 @@ fn listen(desk: &Desk, sessions: &mut Vec<Session>, tick: Duration, readable: &m
     }
     let mut heard = readable.iter();
     sessions.retain_mut(|session| {
-        if !heard.next().copied().unwrap_or(false) {
-            return true;
-        }
-        match session.hear(desk) {
+        let is_heard = match heard.next().copied().unwrap_or(false) {
+            true => session.hear(desk),
+            false => Ok(()),
+        };
+        match is_heard.and_then(|()| session.check_time(desk)) {
             Ok(()) => true,
             Err(why) => {
                 desk.end_rails_where(|rail| rail.number == session.rail, &why);
@@ -83,13 +85,17 @@ fn look_at_events(desk: &Desk, devices: &mut Vec<Arc<Device>>) {
     for device in devices {
         while let Ok(Some(event)) = device.context().next_event() {
             tracing::info!(device = device.name(), ?event, "the device says");
-            let on_device = |rail: &Rail| rail.device().name() == device.name();
+            let on_device = |rail: &Rail| Arc::ptr_eq(rail.device(), device);
             match event {
                 // What was said of a moment that has passed is no news.
                 AsyncEvent::PortError { port } if !device.is_active(port) => {
                     desk.end_rails_where(|r| on_device(r) && r.port() == port, "its port is down");
                 }
-                AsyncEvent::DeviceFatal => desk.end_rails_where(on_device, "the device failed"),
+                AsyncEvent::DeviceFatal => {
+                    desk.end_rails_where(on_device, "the device failed");
+                    // Nothing comes of this opening of it any more, even when it has been reset.
+                    desk.devices.forget(device);
+                }
                 _ => {}
             }
         }

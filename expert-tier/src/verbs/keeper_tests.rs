@@ -71,10 +71,14 @@ fn pair(local: &RailSpec) -> RailPair {
 impl Bench {
     /// One rail for each of `devices`.
     fn new(devices: &[&str]) -> Self {
+        Self::with_drain(devices, Duration::from_secs(1))
+    }
+
+    fn with_drain(devices: &[&str], drain: Duration) -> Self {
         let store = TestStore::new(1, EXPERTS, &[700_001], 91);
         let open = store.open();
         let manifest = Arc::clone(open.manifest());
-        let options = VerbsOptions { check_threads: 0, ..VerbsOptions::new("peer") };
+        let options = VerbsOptions { check_threads: 0, drain, ..VerbsOptions::new("peer") };
         let known = Devices::of(fake::library(Path::new("/absent")));
         let desk = Arc::new(Desk::new(options, manifest, known).expect("a desk"));
         let record_bytes = desk.manifest.layout().layers()[0].record_bytes();
@@ -188,4 +192,32 @@ fn a_device_that_fails_takes_its_own_rails_and_no_fetch() {
     fake::bring("fake1");
     bench.drive();
     bench.take_right(1);
+}
+
+#[test]
+fn a_failed_device_that_gives_nothing_back_is_destroyed_and_opened_anew() {
+    let bench = Bench::with_drain(&["fake0", "fake1"], Duration::ZERO);
+    bench.submit(0..2);
+    let (dead, mut devices) = (fake::flying("fake0"), Vec::new());
+    assert!(!dead.is_empty());
+    let failed = bench.desk.devices.device("fake0").expect("as it was opened");
+    fake::fail("ibv_modify_qp", 5);
+    fake::break_device("fake0");
+    look_at_events(&bench.desk, &mut devices);
+    devices.clear();
+    assert_eq!(bench.desk.reap(), 1, "there is no time to drain");
+    let other = fake::flying("fake1");
+    assert!(dead.iter().all(|part| other.contains(part)), "{dead:?} {other:?}");
+    fake::bring("fake1");
+    bench.drive();
+    bench.take_right(2);
+
+    fake::fail("ibv_modify_qp", 0);
+    let anew = bench.desk.devices.device("fake0").expect("after its reset");
+    assert!(!Arc::ptr_eq(&anew, &failed), "the failed one is of no use");
+    assert!(anew.region(bench.arena.id()).is_some(), "the arena is registered with it");
+    drop(failed);
+    bench.desk.lock().rails.push(rail(&bench.desk, "fake0", 0));
+    look_at_events(&bench.desk, &mut devices);
+    assert!(bench.ends().iter().all(|(_, end)| end.is_none()), "{:?}", bench.ends());
 }

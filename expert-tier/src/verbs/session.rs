@@ -22,6 +22,7 @@ use railset::table::LayerShape;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::desk::Desk;
+use super::inbox::{self, Inbox};
 use super::rail::{PreparedRail, Rail};
 use super::{OpenError, VerbsOptions};
 use crate::key::ExpertKey;
@@ -58,6 +59,7 @@ pub(super) struct Session {
     /// The rail's number in this process.
     pub(super) rail: u64,
     socket: TcpStream,
+    inbox: Inbox,
     machine: ClientRails,
 }
 
@@ -105,7 +107,7 @@ pub(super) fn open(
     try_out(desk, &mut opened)?;
     let rails_possible = possible(&opening.machine, options);
     let Opening { socket, machine, .. } = opening;
-    let session = Session { rail, socket, machine };
+    let session = Session { rail, socket, inbox: Inbox::default(), machine };
     Ok(Opened { session, rail: opened, rails_possible })
 }
 
@@ -261,12 +263,10 @@ fn shapes(layout: &ExpertLayout) -> Vec<LayerShape> {
 }
 
 impl Session {
-    /// Takes one frame of the peer's; an error ends the session.
+    /// Takes what the peer has sent, at most one frame; an error ends the session.
     pub(super) fn hear(&mut self, desk: &Desk) -> Result<(), String> {
-        let clock = Clock::start(desk.options.deadline, env::EXPERT_DEADLINE_MS.name);
-        let socket = &mut self.socket;
-        let (header, body) =
-            read_frame(socket, MAX_FRAME_BYTES, &clock).map_err(|error| error.to_string())?;
+        let came = self.inbox.take(&self.socket, MAX_FRAME_BYTES);
+        let Some((header, body)) = came.map_err(|error| error.to_string())? else { return Ok(()) };
         if header.frame == FrameType::Drain {
             tracing::info!(peer = %desk.options.peer, "the peer is shutting down");
             desk.retire_rail(self.rail);
@@ -279,12 +279,25 @@ impl Session {
                 ClientAction::TableChanged(table) => desk.table_changed(self.rail, &table),
                 ClientAction::Send(kind, body) => {
                     let bytes = encode_frame(kind.into(), Status::Ok, &body);
-                    write_all(socket, &bytes, &clock).map_err(|error| error.to_string())?;
+                    inbox::answer(&self.socket, &bytes)?;
                 }
                 _ => {}
             }
         }
         Ok(())
+    }
+
+    /// Fails once the peer has left a frame unfinished for the deadline.
+    pub(super) fn check_time(&self, desk: &Desk) -> Result<(), String> {
+        let (bound, setting) = (desk.options.deadline, env::EXPERT_DEADLINE_MS.name);
+        match self.inbox.is_late(bound) {
+            true => Err(format!(
+                "the peer has sent a part of a frame and not the rest within {} ms; {setting} \
+                 bounds this",
+                bound.as_millis()
+            )),
+            false => Ok(()),
+        }
     }
 }
 
