@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use gpu_sys::env;
 use gpu_sys::verbs::Remote;
+use railset::choose::Routed;
 use railset::driver;
 use railset::handshake::HandshakeError;
 use railset::handshake::client::{Carry, ClientAction, ClientRails, ClientSettings};
@@ -104,7 +105,12 @@ pub(super) fn open(
     let clock = clock.or_when(&stopped);
     let mut opening = Opening { desk, socket, machine, clock, prepared: None, slot, rail };
     let mut opened = opening.run(first)?;
-    try_out(desk, &mut opened)?;
+    let pair = opening.machine.rails().first().map(|rail| &rail.pair);
+    let why = pair.map(|pair| pair.local.explanation.routed);
+    try_out(desk, &mut opened, why)?;
+    if let Some(pair) = pair {
+        tracing::info!(peer = %options.peer, slot, "rail {pair}");
+    }
     let rails_possible = possible(&opening.machine, options);
     let Opening { socket, machine, .. } = opening;
     let session = Session { rail, socket, inbox: Inbox::default(), machine };
@@ -112,10 +118,12 @@ pub(super) fn open(
 }
 
 /// Reads the first bytes of a record that the peer has, over a rail that is not in use yet.
-fn try_out(desk: &Desk, rail: &mut Rail) -> Result<(), OpenError> {
+/// `chosen` is how it stands to the route, which may be why it does not work.
+fn try_out(desk: &Desk, rail: &mut Rail, chosen: Option<Routed>) -> Result<(), OpenError> {
     let failed = |rail: &Rail, why| {
-        let peer = desk.options.peer.clone();
-        OpenError::TryOut { rail: rail.name(), peer, why }
+        let (name, peer) = (rail.name(), desk.options.peer.clone());
+        let rail = chosen.map_or(name.clone(), |chosen| format!("{name} (chosen since {chosen})"));
+        OpenError::TryOut { rail, peer, why }
     };
     let layers = desk.manifest.layout().layers();
     let mut keys = (0..).zip(layers).flat_map(|(at, layer)| {
