@@ -263,9 +263,28 @@ fn wrong_usage_is_told_before_anything_is_looked_at() {
         &["--expert-backend", "carrier-pigeon"],
         &["--peer", "127.0.0.1:9", "--expert-depth", "0"],
         &["--peer", "127.0.0.1"],
+        &["--expert-rdma-dev", ""],
+        &["--expert-rail2-dev", "../mlx5_0"],
+        &["--expert-rdma-dev", "mlx5_0:3"],
+        &["--fallback", "posix"],
+        &["--expert-backend", "rdma", "--fallback", "tcp"],
+        &["--expert-uma-piece-bytes", "5"],
     ] {
         let output = doctor(args).output().unwrap();
         assert_eq!(output.status.code(), Some(2), "{args:?}: {output:?}");
         assert!(output.stdout.is_empty(), "{output:?}");
+    }
+    // A client would not start with these, whether or not there is a peer to ask.
+    for (variable, value) in [
+        ("METRALE_EXPERT_QUEUE_PAIRS", "17"),
+        ("METRALE_EXPERT_FINGERPRINT", "zz"),
+        ("METRALE_EXPERT_FALLBACK", "floppy"),
+        ("METRALE_EXPERT_RDMA_DEV", "../mlx5_0"),
+        ("METRALE_EXPERT_DEADLINE_MS", "0"),
+    ] {
+        let output = doctor(&[]).env(variable, value).output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{variable}: {output:?}");
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.stdout.is_empty() && said.contains(variable), "{output:?}");
     }
 }

@@ -125,7 +125,7 @@ fn each_way_of_having_no_rail_is_named_with_what_to_do() {
     let nothing = Wish::default();
     let error = refused(&[], &nothing, Asker::Rail1);
     assert_eq!(error, ChooseError::NoDevice);
-    assert!(error.to_string().contains("--expert-backend rdma"), "{error}");
+    assert!(error.to_string().contains("ibv_devices"), "{error}");
     let mut down = two();
     for device in &mut down {
         device.ports[0].state = PortState::Down;
