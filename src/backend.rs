@@ -114,7 +114,7 @@ pub(crate) struct BackendArgs {
 struct RailArgs {
     /// RDMA device of the first rail [default: chosen] [env: METRALE_EXPERT_RDMA_DEV]
     #[arg(long = "expert-rdma-dev", visible_alias = "rdma-dev", value_name = "DEV")]
-    rdma_dev: Option<String>,
+    rdma_dev: Option<DeviceName>,
     /// GID index of the first rail [default: chosen] [env: METRALE_EXPERT_RDMA_GID]
     #[arg(long = "expert-rdma-gid", visible_alias = "rdma-gid", value_name = "INDEX")]
     rdma_gid: Option<u8>,
@@ -124,7 +124,7 @@ struct RailArgs {
     dual_rail: Option<DualRail>,
     /// RDMA device of the second rail [default: chosen] [env: METRALE_EXPERT_RAIL2_DEV]
     #[arg(long = "expert-rail2-dev", visible_alias = "rail2-dev", value_name = "DEV")]
-    rail2_dev: Option<String>,
+    rail2_dev: Option<DeviceName>,
     /// GID index of the second rail [default: chosen] [env: METRALE_EXPERT_RAIL2_GID]
     #[arg(long = "expert-rail2-gid", visible_alias = "rail2-gid", value_name = "INDEX")]
     rail2_gid: Option<u8>,
@@ -143,15 +143,19 @@ struct RailArgs {
 
 impl RailArgs {
     fn wishes(&self) -> anyhow::Result<RailWishes> {
+        let device = |flag: &Option<DeviceName>, variable| {
+            let name = setting(flag.clone(), variable)?;
+            anyhow::Ok(name.map(|DeviceName(name)| name))
+        };
         Ok(RailWishes {
             dual: setting(self.dual_rail, &env::EXPERT_DUAL_RAIL)?.unwrap_or_default(),
             rails: [
                 Wish {
-                    device: setting(self.rdma_dev.clone(), &env::EXPERT_RDMA_DEV)?,
+                    device: device(&self.rdma_dev, &env::EXPERT_RDMA_DEV)?,
                     gid_index: setting(self.rdma_gid, &env::EXPERT_RDMA_GID)?,
                 },
                 Wish {
-                    device: setting(self.rail2_dev.clone(), &env::EXPERT_RAIL2_DEV)?,
+                    device: device(&self.rail2_dev, &env::EXPERT_RAIL2_DEV)?,
                     gid_index: setting(self.rail2_gid, &env::EXPERT_RAIL2_GID)?,
                 },
             ],
@@ -321,6 +325,11 @@ impl BackendArgs {
 
     pub(crate) fn tcp(&self) -> anyhow::Result<TcpOptions> {
         let peer = self.peer()?.ok_or_else(|| missing("rdma", "a peer", &env::EXPERT_PEER))?;
+        Ok(TcpOptions { secret: self.secret.read()?, ..self.link(peer)? })
+    }
+
+    /// The connection to `peer`, but for the secret.
+    fn link(&self, peer: String) -> anyhow::Result<TcpOptions> {
         let connect_ms = number(self.connect_ms, &env::EXPERT_CONNECT_MS, 1..=600_000, 1000)?;
         let total_ms = number(self.total_ms, &env::EXPERT_TOTAL_MS, 1..=3_600_000, 30_000)?;
         Ok(TcpOptions {
@@ -336,7 +345,6 @@ impl BackendArgs {
                 default_check_threads(),
             )?,
             attempts: number(self.attempts, &env::EXPERT_ATTEMPTS, 1..=100, 3)?,
-            secret: self.secret.read()?,
             fingerprint: setting(self.fingerprint, &env::EXPERT_FINGERPRINT)?,
             ..TcpOptions::new(peer)
         })
@@ -344,7 +352,11 @@ impl BackendArgs {
 
     #[cfg(metrale_rdma_verbs)]
     pub(crate) fn verbs(&self) -> anyhow::Result<VerbsOptions> {
-        let tcp = self.tcp()?;
+        self.over_rails(self.tcp()?)
+    }
+
+    #[cfg(metrale_rdma_verbs)]
+    fn over_rails(&self, tcp: TcpOptions) -> anyhow::Result<VerbsOptions> {
         let rails = &self.rails;
         let drain_ms = number(rails.drain_ms, &env::EXPERT_DRAIN_MS, 1..=60_000, 1000)?;
         Ok(VerbsOptions {
@@ -366,6 +378,22 @@ impl BackendArgs {
             fingerprint: tcp.fingerprint,
             ..VerbsOptions::new(tcp.peer)
         })
+    }
+
+    /// Looks at every setting, also at those that only another backend or a peer would need.
+    ///
+    /// # Errors
+    /// One of them has a value that it cannot have.
+    pub(crate) fn check(&self) -> anyhow::Result<()> {
+        let link = self.link(String::new())?;
+        #[cfg(metrale_rdma_verbs)]
+        self.over_rails(link)?;
+        #[cfg(not(metrale_rdma_verbs))]
+        drop(link);
+        self.uma()?;
+        // What this build lacks may have other ways all the same.
+        self.fallback(self.kind().unwrap_or(TierKind::RdmaVerbs))?;
+        Ok(())
     }
 
     fn arena(&self, layout: &ExpertLayout, most_records: u64) -> anyhow::Result<ExpertArena> {
@@ -405,6 +433,22 @@ impl BackendArgs {
 /// Asks the peer of `options` for its status.
 fn dialler(options: &TcpOptions) -> Dialler {
     Dialler::new(options.peer.clone(), options.secret.clone(), options.connect)
+}
+
+/// The value of `--expert-rdma-dev` and `--expert-rail2-dev`.
+#[derive(Clone, Debug)]
+struct DeviceName(String);
+
+impl FromStr for DeviceName {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text.parse() {
+            Ok(Wish { device: Some(name), gid_index: None }) => Ok(Self(name)),
+            Ok(_) => Err("this is DEV:GID; the GID index has a setting of its own"),
+            Err(_) => Err("not a device's name, as in mlx5_0"),
+        }
+    }
 }
 
 /// The value of `--expert-huge-pages`.

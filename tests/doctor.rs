@@ -4,15 +4,22 @@
 mod peer_support;
 
 use std::fs;
+use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::sync::Arc;
 
+use expert_tier::key::ExpertKey;
 use expert_tier::testing::TestStore;
+use expert_tier::wire::frame::{FrameType, Status};
+use expert_tier::wire::handshake::encode_frame;
+use expert_tier::wire::message::Welcome;
 use serde_json::Value;
 
 use peer_support::process::{Peer, metrale};
+use peer_support::scripted::Scripted;
 use peer_support::small_store;
 
 /// `metrale doctor ARGS`, with an arena that is quick to pin.
@@ -146,6 +153,52 @@ fn a_peer_that_says_nothing_costs_the_time_to_connect_and_no_more() {
 }
 
 #[test]
+fn another_program_at_the_peers_address_is_told_from_a_peer() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let answers = std::thread::spawn(move || {
+        let (mut client, _) = listener.accept().unwrap();
+        client.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n").unwrap();
+        // What it has sent would be lost with a connection that is closed on unread bytes.
+        let _ = client.read_to_end(&mut Vec::new());
+    });
+    let checks = checks(doctor(&["--peer", &address]), 1);
+    let (status, _, fix) = check(&checks, "peer");
+    assert!(status == "fail" && fix.contains("another program"), "{fix}");
+    answers.join().unwrap();
+}
+
+#[test]
+fn a_damaged_record_and_a_peer_that_stalls_are_told_apart() {
+    let store = TestStore::new(1, 1, &[5_000], 406);
+    store.flip_bit(ExpertKey::new(0, 0), 4_000);
+    let peer = Peer::start(&store.path(), &["--rail", "none"]);
+    let damaged = checks(doctor(&["--peer", &peer.address()]), 1);
+    let (status, found, fix) = check(&damaged, "TCP");
+    assert!(status == "fail" && found.contains("CRC"), "{found}");
+    assert!(fix.contains("metrale verify"), "{fix}");
+
+    let manifest = Arc::clone(store.open().manifest());
+    let status = serde_json::to_string(&peer.status()).unwrap();
+    let stalls = Scripted::start(move |conn| {
+        // The first is asked how it is, the others for records.
+        if conn.nth > 0 {
+            conn.attach(&manifest)?;
+            return conn.ignore();
+        }
+        let manifest_bytes = manifest.as_bytes().len() as u64;
+        conn.welcome(Welcome { fingerprint: manifest.fingerprint(), manifest_bytes })?;
+        conn.read()?;
+        conn.send(&encode_frame(FrameType::StatusReport, Status::Ok, status.as_bytes()))
+    });
+    let args = ["--peer", &stalls.address(), "--deadline-ms", "200"];
+    let slow = checks(doctor(&args), 1);
+    let (status, found, fix) = check(&slow, "TCP");
+    assert!(status == "fail" && found.contains("DEADLINE_MS"), "{found}");
+    assert!(fix.contains("--expert-deadline-ms"), "{fix}");
+}
+
+#[test]
 fn another_store_than_the_wished_one_is_a_failure() {
     let store = small_store(403);
     let peer = Peer::start(&store.path(), &["--rail", "none"]);
@@ -263,9 +316,28 @@ fn wrong_usage_is_told_before_anything_is_looked_at() {
         &["--expert-backend", "carrier-pigeon"],
         &["--peer", "127.0.0.1:9", "--expert-depth", "0"],
         &["--peer", "127.0.0.1"],
+        &["--expert-rdma-dev", ""],
+        &["--expert-rail2-dev", "../mlx5_0"],
+        &["--expert-rdma-dev", "mlx5_0:3"],
+        &["--fallback", "posix"],
+        &["--expert-backend", "rdma", "--fallback", "tcp"],
+        &["--expert-uma-piece-bytes", "5"],
     ] {
         let output = doctor(args).output().unwrap();
         assert_eq!(output.status.code(), Some(2), "{args:?}: {output:?}");
         assert!(output.stdout.is_empty(), "{output:?}");
+    }
+    // A client would not start with these, whether or not there is a peer to ask.
+    for (variable, value) in [
+        ("METRALE_EXPERT_QUEUE_PAIRS", "17"),
+        ("METRALE_EXPERT_FINGERPRINT", "zz"),
+        ("METRALE_EXPERT_FALLBACK", "floppy"),
+        ("METRALE_EXPERT_RDMA_DEV", "../mlx5_0"),
+        ("METRALE_EXPERT_DEADLINE_MS", "0"),
+    ] {
+        let output = doctor(&[]).env(variable, value).output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{variable}: {output:?}");
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.stdout.is_empty() && said.contains(variable), "{output:?}");
     }
 }

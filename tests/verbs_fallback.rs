@@ -7,6 +7,8 @@
 mod cables;
 mod peer_support;
 
+use std::io::{BufRead, BufReader};
+use std::process::Stdio;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -18,9 +20,9 @@ use expert_tier::testing::{TestStore, small_arena};
 use expert_tier::tier::{ExpertTier, Source};
 use expert_tier::verbs::{VerbsOptions, VerbsTier};
 
-use cables::cut;
+use cables::{cut, unplug};
 use peer_support::log::Logged;
-use peer_support::process::Peer;
+use peer_support::process::{Peer, metrale};
 use peer_support::{fetch_all_right, keys, options};
 
 /// Longest wait for anything that must happen: the guest is slow.
@@ -76,4 +78,31 @@ fn rails_that_are_cut_cost_no_fetch_and_are_used_again_when_they_are_whole() {
     assert_eq!(lines("requests go another way"), 1, "{:?}", logged.lines());
     assert_eq!(lines("a way works again"), 1, "{:?}", logged.lines());
     assert_eq!(arena.free_slots(), 24);
+}
+
+#[test]
+#[ignore = "needs RDMA devices: scripts/test-verbs"]
+fn rails_whose_ports_are_down_at_the_start_are_used_when_they_are_up() {
+    let store = TestStore::mixed(212);
+    let peer = Peer::start(&store.path(), &["--rail", "rxe0p", "--rail", "rxe1p"]);
+    let out = [unplug(0), unplug(1)];
+    let mut command = metrale();
+    command.args(["bench", "fetch", "--json", "--seconds", "40", "--batch", "4"]);
+    command.args(["--expert-backend", "rdma-verbs", "--peer", &peer.address()]);
+    command.args(["--fallback", "tcp", "--connect-ms", "10000", "--deadline-ms", "10000"]);
+    command.env("METRALE_LOG", "info").stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().expect("metrale");
+    let said = BufReader::new(child.stderr.take().expect("a pipe"));
+    let mut said = said.lines().map(|line| line.expect("messages are UTF-8"));
+    let mut find = |text: &str| said.find(|line| line.contains(text));
+    let line = find("a way to the experts is not there").expect("the ports are down");
+    assert!(line.contains("to=\"rdma\"") && line.contains("port is down"), "{line}");
+    drop(out);
+    // Ends with the process at the latest.
+    let line = find("a way works again").expect("the rails are used");
+    assert!(line.contains("backend=\"rdma-verbs\""), "{line}");
+    said.for_each(drop);
+    let output = child.wait_with_output().expect("a child of ours");
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).expect("a report");
+    assert_eq!(report["errors"], 0, "{report}");
 }

@@ -1,8 +1,9 @@
 //! The one part that asks the system: what devices there are, which way the kernel would send, and
 //! what a queue pair is told of what the handshake agreed on.
 
+use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use gpu_sys::verbs::{
     self, AckTimeout, Context, Destination, Library, LocalEnd, MinRnrTimer, RemoteEnd, Retries,
@@ -23,20 +24,43 @@ const ACK_TIMEOUT: u8 = 17;
 /// Any port would do: nothing is sent there.
 const DISCARD_PORT: u16 = 9;
 
+/// Why devices were left out, by name: a process looks again and again while a rail is missing, and
+/// says it once.
+static LEFT_OUT: Mutex<BTreeMap<String, String>> = Mutex::new(BTreeMap::new());
+
 /// The devices of this host that can be opened, with their ports as they are now. One that cannot is
-/// left out, and the log says why.
+/// left out, and the log says why, once for each reason.
 ///
 /// # Errors
 /// The devices cannot be listed.
 pub fn devices(library: &Arc<Library>) -> Result<Vec<DeviceFacts>, VerbsError> {
     let mut found = Vec::new();
     for listed in library.devices()? {
-        match library.open_device(&listed.name).and_then(|context| facts(&context)) {
-            Ok(facts) => found.push(facts),
-            Err(error) => tracing::warn!(device = listed.name, %error, "left out"),
+        let name = listed.name;
+        let facts = library.open_device(&name).and_then(|context| facts(&context));
+        let why = facts.as_ref().err().map(ToString::to_string);
+        if is_news(&name, why.as_deref())
+            && let Some(error) = why
+        {
+            tracing::warn!(device = name, error, "left out");
         }
+        found.extend(facts.ok());
     }
     Ok(found)
+}
+
+/// Whether that `device` is left out for this reason, or is not, has changed.
+fn is_news(device: &str, why: Option<&str>) -> bool {
+    // Whoever panicked with it had at most one entry changed.
+    let mut known = LEFT_OUT.lock().unwrap_or_else(PoisonError::into_inner);
+    if known.get(device).map(String::as_str) == why {
+        return false;
+    }
+    match why {
+        Some(why) => known.insert(device.to_owned(), why.to_owned()),
+        None => known.remove(device),
+    };
+    true
 }
 
 /// What an open device has.
@@ -153,6 +177,13 @@ mod tests {
     use super::*;
     use crate::message::Qpn;
     use crate::testing::{device, gid, roce};
+
+    #[test]
+    fn a_device_that_is_left_out_is_told_once_for_each_reason() {
+        let told = [Some("busy"), Some("busy"), Some("gone"), None, None, Some("gone")];
+        let told = told.map(|why| is_news("a test's", why));
+        assert_eq!(told, [true, false, true, true, false, true]);
+    }
 
     #[test]
     fn an_address_that_names_no_machine_has_no_route() {

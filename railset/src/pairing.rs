@@ -294,7 +294,7 @@ fn two<'a, 'b>(
         // Unasked, a rail that the kernel would not use is not tried: it would cost every
         // connection a time-out.
         (Some((first, second)), _)
-            if !is_two_wanted && first.routed().max(second.routed()) == Routed::Elsewhere =>
+            if !is_two_wanted && first.routed().max(second.routed()) >= Routed::Elsewhere =>
         {
             Err(OneRail::NotRouted)
         }

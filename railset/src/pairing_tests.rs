@@ -133,6 +133,20 @@ fn a_second_rail_without_a_route_is_used_only_when_asked_for() {
 }
 
 #[test]
+fn a_lost_route_leads_no_rail_from_the_peers_own_port() {
+    let mut hosts = hosts();
+    hosts.insert(0, device("peer0", 11, vec![roce("v0p", &["::ffff:10.1.0.2"])]));
+    hosts.insert(1, device("peer1", 12, vec![roce("v1p", &["::ffff:10.2.0.2"])]));
+    let sources = [Some(ip("10.1.0.2")), Some(ip("10.2.0.1"))];
+    let pairing = pair(&offers(), &hosts, &sources, &auto("", "")).unwrap();
+    let own = |pair: &RailPair| pair.local.spec.gid == pair.offered.gid;
+    assert!(!pairing.pairs.iter().any(own), "{pairing}");
+    // One host with one port has nothing else, and a second rail of that kind is not tried unasked.
+    let pairing = pair(&offers(), &hosts[..1], &sources, &auto("", "")).unwrap();
+    assert_eq!((pairing.pairs.len(), pairing.pairs[0].offered.index), (1, 1), "{pairing}");
+}
+
+#[test]
 fn two_rails_in_one_subnet_are_told_apart() {
     let offers = [offered(0, 11, "::ffff:10.1.0.3"), offered(1, 12, "::ffff:10.1.0.4")];
     let hosts = [

@@ -15,6 +15,8 @@ use expert_tier::uma::UmaTier;
 #[cfg(metrale_rdma_verbs)]
 use expert_tier::verbs::{OpenError, VerbsOptions, VerbsTier};
 use gpu_sys::env;
+#[cfg(metrale_rdma_verbs)]
+use gpu_sys::verbs::VerbsError;
 
 use super::{BackendArgs, dialler, setting};
 
@@ -146,15 +148,23 @@ fn over_verbs(options: VerbsOptions) -> WayPlan {
         let fingerprint = wanted.or(options.fingerprint);
         match VerbsTier::connect(VerbsOptions { fingerprint, ..options.clone() }) {
             Ok(tier) => Ok(Arc::new(tier) as Arc<dyn ExpertTier>),
-            Err(OpenError::Dial(error)) => Err(not_dialled(error)),
-            // No library, no device, none that could carry a rail.
-            Err(error @ (OpenError::Verbs(_) | OpenError::Choose(_))) => {
-                Err(NotOpened::Never(error.into()))
-            }
-            Err(error) => Err(NotOpened::Later(error.into())),
+            Err(error) => Err(no_rails(error)),
         }
     };
     WayPlan { kind, deadline, bound, open: Box::new(open) }
+}
+
+/// A cable may be plugged in, an interface get its address, a device its driver; a library is not
+/// installed under a process that runs.
+#[cfg(metrale_rdma_verbs)]
+fn no_rails(error: OpenError) -> NotOpened {
+    match error {
+        OpenError::Dial(error) => not_dialled(error),
+        OpenError::Verbs(VerbsError::NoLibrary { .. } | VerbsError::MissingSymbol { .. }) => {
+            NotOpened::Never(error.into())
+        }
+        error => NotOpened::Later(error.into()),
+    }
 }
 
 /// A peer that is not there may come; one that refuses is as wrong as without other ways.
@@ -171,6 +181,19 @@ fn not_dialled(error: DialError) -> NotOpened {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[cfg(metrale_rdma_verbs)]
+    #[test]
+    fn only_a_library_that_is_not_there_is_given_up() {
+        use railset::choose::ChooseError;
+        let ports = || "rxe0 port 1: the port is down".to_owned();
+        for later in [ChooseError::NoDevice, ChooseError::NoActivePort { ports: ports() }] {
+            assert!(matches!(no_rails(later.into()), NotOpened::Later(_)));
+        }
+        let (library, reason) = ("libibverbs.so.1", "not found".into());
+        let never = no_rails(VerbsError::NoLibrary { library, reason }.into());
+        assert!(matches!(never, NotOpened::Never(_)), "{never}");
+    }
 
     #[test]
     fn a_list_keeps_its_order_and_says_what_is_wrong_with_it() {

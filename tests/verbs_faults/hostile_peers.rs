@@ -13,9 +13,10 @@ use expert_tier::wire::handshake::encode_frame;
 use railset::message::{Connected, Offer};
 use railset::table::Column;
 
-use crate::cables::{connect, keys, options, peer, wait_queue_pairs};
+use crate::cables::{connect, keys, options, peer, unplug, wait_queue_pairs};
 use crate::peer_support::log::Logged;
 use crate::peer_support::process::Peer;
+use crate::peer_support::scripted::Scripted;
 use crate::peer_support::{assert_right, fetch, fetch_until_right, wait_until};
 use crate::relay::{self, Frame, changed_table, unchanged};
 
@@ -249,4 +250,51 @@ fn tables_without_end_cost_no_fetch_and_do_not_keep_a_client_from_closing() {
     drop(tier);
     println!("{} tables; closed in {:?}", sent.load(Ordering::Relaxed), started.elapsed());
     assert!(started.elapsed() < Duration::from_secs(3));
+}
+
+/// A relay whose first client gets half of another table behind its own.
+fn halving(peer: &Peer) -> Scripted {
+    let to_client = |nth, (frame, body): Frame| {
+        let is_first = nth == 0 && frame == FrameType::RailsTable;
+        let more = if is_first { changed_table(&body, 1, |_| ()) } else { Vec::new() };
+        [unchanged((frame, body)), more[..more.len() / 2].to_vec()].concat()
+    };
+    relay::start(peer.address(), to_client, |_, frame| unchanged(frame))
+}
+
+#[test]
+#[ignore = "needs RDMA devices: scripts/test-verbs"]
+fn half_a_frame_of_one_rails_peer_delays_no_event_of_the_other() {
+    let store = TestStore::mixed(56);
+    let peer = peer(&store);
+    let relay = halving(&peer);
+    let mut options = options(relay.address());
+    // As long as a thread that waits for the other half would be kept.
+    (options.deadline, options.total) = (Duration::from_secs(60), Duration::from_secs(90));
+    let tier = connect(options);
+    wait_until("both rails", || tier.rails_up() == 2);
+    let started = Instant::now();
+    let _out = unplug(1);
+    wait_until("the end of the second rail", || tier.rails_up() == 1);
+    println!("noticed within {:?}", started.elapsed());
+    let (keys, arena) = (keys(&tier), small_arena(1));
+    assert_right(&store, keys[0], &fetch(&tier, &arena, keys[0]).expect("the first rail"));
+}
+
+#[test]
+#[ignore = "needs RDMA devices: scripts/test-verbs"]
+fn a_frame_that_is_never_finished_costs_its_rail_after_the_deadline() {
+    let logged = Logged::start();
+    let store = TestStore::mixed(57);
+    let peer = peer(&store);
+    let relay = halving(&peer);
+    let mut options = options(relay.address());
+    options.deadline = Duration::from_millis(700);
+    let tier = connect(options);
+    wait_until("a rail anew", || tier.reconnects() > 0);
+    let mine = |line: &&String| line.contains(&relay.address()) && line.contains("a rail is lost");
+    let lost: Vec<_> = logged.lines().iter().filter(mine).cloned().collect();
+    assert!(lost.iter().any(|line| line.contains("METRALE_EXPERT_DEADLINE_MS")), "{lost:?}");
+    let (keys, arena) = (keys(&tier), small_arena(1));
+    fetch_until_right(&tier, &arena, &store, keys[0]);
 }

@@ -75,3 +75,26 @@ fn a_port_with_nothing_but_a_link_local_address_is_named() {
     let text = refusal(|options| options.wishes.rails[0].device = Some("rxe0".into()));
     assert!(text.contains("rxe0"), "{text}");
 }
+
+/// Both ends are on this host: without its route a rail seems to lead from the peer's port to itself.
+#[test]
+#[ignore = "needs RDMA devices: scripts/test-verbs"]
+fn a_lost_route_leads_no_rail_from_the_peers_own_port() {
+    let store = TestStore::new(1, 1, &[5_000], 84);
+    let peer = peer(&store);
+    must("ip route del 10.1.0.2 dev v0 table 101");
+    let _back = Until::then(&route(0));
+    let mut options = options(peer.address());
+    options.deadline = std::time::Duration::from_millis(300);
+    match VerbsTier::connect(options) {
+        Ok(tier) => {
+            let rails: Vec<_> = tier.rails().into_iter().map(|rail| rail.device).collect();
+            println!("{rails:?}");
+            assert!(!rails.iter().any(|device| device.ends_with('p')), "{rails:?}");
+        }
+        Err(error) => {
+            println!("{error}");
+            assert!(error.to_string().contains("rxe"), "{error}");
+        }
+    }
+}

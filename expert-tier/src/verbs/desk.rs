@@ -307,7 +307,7 @@ impl Desk {
     pub(super) fn rail_devices(&self, devices: &mut Vec<Arc<Device>>) {
         devices.clear();
         for rail in &self.lock().rails {
-            if !devices.iter().any(|known| known.name() == rail.device().name()) {
+            if !devices.iter().any(|known| Arc::ptr_eq(known, rail.device())) {
                 devices.push(Arc::clone(rail.device()));
             }
         }

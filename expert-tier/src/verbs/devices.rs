@@ -42,8 +42,11 @@ struct Registered {
 
 impl Devices {
     pub(super) fn open() -> Result<Self, VerbsError> {
-        let (opened, arenas) = (Mutex::default(), Mutex::default());
-        Ok(Self { library: Library::open()?, opened, arenas })
+        Ok(Self::of(Library::open()?))
+    }
+
+    pub(super) fn of(library: Arc<Library>) -> Self {
+        Self { library, opened: Mutex::default(), arenas: Mutex::default() }
     }
 
     /// Fails where no device, port and GID could carry the first rail, whoever the peer is.
@@ -70,6 +73,11 @@ impl Devices {
         }
         opened.push(Arc::clone(&device));
         Ok(device)
+    }
+
+    /// Opens `device` anew, and registers every arena with it again, where it is asked for once more.
+    pub(super) fn forget(&self, device: &Arc<Device>) {
+        lock(&self.opened).retain(|known| !Arc::ptr_eq(known, device));
     }
 
     /// Registers `arena` with every open device, and with those that are opened later.

@@ -46,7 +46,7 @@ pub(super) fn keep(desk: &Arc<Desk>, checker: &PartChecker) {
         }
         desk.expire();
         desk.reap();
-        report(desk, &mut sessions, &mut told);
+        report(desk, &sessions, &mut told);
         // A rail that is gone takes its connection along, and so what the peer has of it.
         sessions.retain(|session| desk.has_rail(session.rail));
     }
@@ -58,7 +58,8 @@ pub(super) fn keep(desk: &Arc<Desk>, checker: &PartChecker) {
     }
 }
 
-/// Takes what the peer has sent within `tick`; a session that breaks ends its rail.
+/// Takes what the peer has sent within `tick`, and waits for nothing beyond it; a session that breaks
+/// ends its rail.
 fn listen(desk: &Desk, sessions: &mut Vec<Session>, tick: Duration, readable: &mut Vec<bool>) {
     if sessions.is_empty() {
         return desk.nap(tick);
@@ -69,10 +70,11 @@ fn listen(desk: &Desk, sessions: &mut Vec<Session>, tick: Duration, readable: &m
     }
     let mut heard = readable.iter();
     sessions.retain_mut(|session| {
-        if !heard.next().copied().unwrap_or(false) {
-            return true;
-        }
-        match session.hear(desk) {
+        let is_heard = match heard.next().copied().unwrap_or(false) {
+            true => session.hear(desk),
+            false => Ok(()),
+        };
+        match is_heard.and_then(|()| session.check_time(desk)) {
             Ok(()) => true,
             Err(why) => {
                 desk.end_rails_where(|rail| rail.number == session.rail, &why);
@@ -83,12 +85,12 @@ fn listen(desk: &Desk, sessions: &mut Vec<Session>, tick: Duration, readable: &m
 }
 
 /// Tells the peer what was damaged, and, where it holds only some records in memory, now and then
-/// which of those are read. On whichever connection takes it; what does not get there is no loss.
-fn report(desk: &Desk, sessions: &mut [Session], told: &mut Instant) {
-    let Some(session) = sessions.first_mut() else { return };
-    let mut say = |kind, body: &[u8]| {
-        if let Err(error) = session.say(desk, kind, body) {
-            tracing::debug!(error, "a report did not reach the peer");
+/// which of those are read. What does not get there is no loss, but its connection is.
+fn report(desk: &Desk, sessions: &[Session], told: &mut Instant) {
+    let Some(session) = sessions.first() else { return };
+    let say = |kind, body: &[u8]| {
+        if let Err(why) = session.say(kind, body) {
+            desk.end_rails_where(|rail| rail.number == session.rail, &why);
         }
     };
     for damaged in desk.reports.take_damaged() {
@@ -107,13 +109,17 @@ fn look_at_events(desk: &Desk, devices: &mut Vec<Arc<Device>>) {
     for device in devices {
         while let Ok(Some(event)) = device.context().next_event() {
             tracing::info!(device = device.name(), ?event, "the device says");
-            let on_device = |rail: &Rail| rail.device().name() == device.name();
+            let on_device = |rail: &Rail| Arc::ptr_eq(rail.device(), device);
             match event {
                 // What was said of a moment that has passed is no news.
                 AsyncEvent::PortError { port } if !device.is_active(port) => {
                     desk.end_rails_where(|r| on_device(r) && r.port() == port, "its port is down");
                 }
-                AsyncEvent::DeviceFatal => desk.end_rails_where(on_device, "the device failed"),
+                AsyncEvent::DeviceFatal => {
+                    desk.end_rails_where(on_device, "the device failed");
+                    // Nothing comes of this opening of it any more, even when it has been reset.
+                    desk.devices.forget(device);
+                }
                 _ => {}
             }
         }
@@ -196,3 +202,7 @@ fn try_once(
     desk.rail_up(opened);
     Ok(())
 }
+
+#[cfg(test)]
+#[path = "keeper_tests.rs"]
+mod tests;

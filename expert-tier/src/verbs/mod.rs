@@ -27,6 +27,7 @@ mod call;
 mod desk;
 mod devices;
 mod ends;
+mod inbox;
 mod keeper;
 mod push;
 mod pushes;

@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use gpu_sys::env;
 use gpu_sys::verbs::Remote;
+use railset::choose::Routed;
 use railset::driver;
 use railset::handshake::HandshakeError;
 use railset::handshake::client::{Carry, ClientAction, ClientRails, ClientSettings};
@@ -22,6 +23,7 @@ use railset::table::LayerShape;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::desk::Desk;
+use super::inbox::{self, Inbox};
 use super::rail::{PreparedRail, Rail};
 use super::{OpenError, VerbsOptions};
 use crate::key::ExpertKey;
@@ -58,6 +60,7 @@ pub(super) struct Session {
     /// The rail's number in this process.
     pub(super) rail: u64,
     socket: TcpStream,
+    inbox: Inbox,
     machine: ClientRails,
 }
 
@@ -102,18 +105,25 @@ pub(super) fn open(
     let clock = clock.or_when(&stopped);
     let mut opening = Opening { desk, socket, machine, clock, prepared: None, slot, rail };
     let mut opened = opening.run(first)?;
-    try_out(desk, &mut opened)?;
+    let pair = opening.machine.rails().first().map(|rail| &rail.pair);
+    let why = pair.map(|pair| pair.local.explanation.routed);
+    try_out(desk, &mut opened, why)?;
+    if let Some(pair) = pair {
+        tracing::info!(peer = %options.peer, slot, "rail {pair}");
+    }
     let rails_possible = possible(&opening.machine, options);
     let Opening { socket, machine, .. } = opening;
-    let session = Session { rail, socket, machine };
+    let session = Session { rail, socket, inbox: Inbox::default(), machine };
     Ok(Opened { session, rail: opened, rails_possible })
 }
 
 /// Reads the first bytes of a record that the peer has, over a rail that is not in use yet.
-fn try_out(desk: &Desk, rail: &mut Rail) -> Result<(), OpenError> {
+/// `chosen` is how it stands to the route, which may be why it does not work.
+fn try_out(desk: &Desk, rail: &mut Rail, chosen: Option<Routed>) -> Result<(), OpenError> {
     let failed = |rail: &Rail, why| {
-        let peer = desk.options.peer.clone();
-        OpenError::TryOut { rail: rail.name(), peer, why }
+        let (name, peer) = (rail.name(), desk.options.peer.clone());
+        let rail = chosen.map_or(name.clone(), |chosen| format!("{name} (chosen since {chosen})"));
+        OpenError::TryOut { rail, peer, why }
     };
     let layers = desk.manifest.layout().layers();
     let mut keys = (0..).zip(layers).flat_map(|(at, layer)| {
@@ -259,19 +269,15 @@ fn shapes(layout: &ExpertLayout) -> Vec<LayerShape> {
 }
 
 impl Session {
-    /// Tells the peer something that it does not answer.
-    pub(super) fn say(&mut self, desk: &Desk, kind: Kind, body: &[u8]) -> Result<(), String> {
-        let clock = Clock::start(desk.options.deadline, env::EXPERT_DEADLINE_MS.name);
-        let bytes = encode_frame(kind.into(), Status::Ok, body);
-        write_all(&mut self.socket, &bytes, &clock).map_err(|error| error.to_string())
+    /// Tells the peer something that it does not answer; an error ends the session.
+    pub(super) fn say(&self, kind: Kind, body: &[u8]) -> Result<(), String> {
+        inbox::answer(&self.socket, &encode_frame(kind.into(), Status::Ok, body))
     }
 
-    /// Takes one frame of the peer's; an error ends the session.
+    /// Takes what the peer has sent, at most one frame; an error ends the session.
     pub(super) fn hear(&mut self, desk: &Desk) -> Result<(), String> {
-        let clock = Clock::start(desk.options.deadline, env::EXPERT_DEADLINE_MS.name);
-        let socket = &mut self.socket;
-        let (header, body) =
-            read_frame(socket, MAX_FRAME_BYTES, &clock).map_err(|error| error.to_string())?;
+        let came = self.inbox.take(&self.socket, MAX_FRAME_BYTES);
+        let Some((header, body)) = came.map_err(|error| error.to_string())? else { return Ok(()) };
         if header.frame == FrameType::Drain {
             tracing::info!(peer = %desk.options.peer, "the peer is shutting down");
             desk.retire_rail(self.rail);
@@ -282,14 +288,24 @@ impl Session {
         for action in actions {
             match action {
                 ClientAction::TableChanged(table) => desk.table_changed(self.rail, &table),
-                ClientAction::Send(kind, body) => {
-                    let bytes = encode_frame(kind.into(), Status::Ok, &body);
-                    write_all(socket, &bytes, &clock).map_err(|error| error.to_string())?;
-                }
+                ClientAction::Send(kind, body) => self.say(kind, &body)?,
                 _ => {}
             }
         }
         Ok(())
+    }
+
+    /// Fails once the peer has left a frame unfinished for the deadline.
+    pub(super) fn check_time(&self, desk: &Desk) -> Result<(), String> {
+        let (bound, setting) = (desk.options.deadline, env::EXPERT_DEADLINE_MS.name);
+        match self.inbox.is_late(bound) {
+            true => Err(format!(
+                "the peer has sent a part of a frame and not the rest within {} ms; {setting} \
+                 bounds this",
+                bound.as_millis()
+            )),
+            false => Ok(()),
+        }
     }
 }
 

@@ -1,16 +1,23 @@
 //! A libibverbs that writes down what it is asked, fails on demand, and completes what a test says.
 //!
-//! Its state belongs to the thread, as a test does.
+//! Its state belongs to the thread, as a test does. For tests of this crate, and with the feature
+//! `testing` of those above it: events that no device at hand brings forth.
+
+mod functions;
 
 use std::cell::RefCell;
 use std::collections::{HashMap, VecDeque};
-use std::ffi::{c_char, c_int, c_uint, c_void};
-use std::mem::MaybeUninit;
+use std::ffi::{c_int, c_uint};
 use std::path::Path;
 use std::sync::Arc;
 
-use super::ffi::{self, Table, Zeroed};
+use super::ffi::{self, Zeroed, event, ibv_send_flags, ibv_wc_status, ibv_wr_opcode};
 use super::library::Library;
+
+/// Where [`publish`] puts what can be READ.
+const PUBLISHED: u64 = 1 << 20;
+/// The first queue pair's number.
+const FIRST_PAIR: u32 = 7;
 
 /// What the fake has been told and asked.
 #[derive(Default)]
@@ -21,21 +28,101 @@ pub(super) struct State {
     pub(super) fail: HashMap<&'static str, c_int>,
     /// `ibv_post_send` refuses the request at this place of its list, with ENOMEM.
     pub(super) refuse_at: Option<usize>,
-    /// Requests that were taken: number, flags and opcode.
-    pub(super) posted: Vec<(u64, c_uint, c_uint)>,
+    /// Requests that were taken.
+    pub(super) posted: Vec<Posted>,
     /// Receives that were taken: number and buffer.
     pub(super) receives: Vec<(u64, u64)>,
-    /// What the next polls bring.
+    /// What the next polls bring; what names no queue pair goes to whoever polls first.
     pub(super) completions: VecDeque<ffi::ibv_wc>,
-    /// What the next events are: type and port.
-    pub(super) events: VecDeque<(c_uint, c_int)>,
+    /// What the next events are: device, type and port.
+    pub(super) events: VecDeque<(c_int, c_uint, c_int)>,
     /// States that queue pairs were moved to.
     pub(super) states: Vec<c_uint>,
     /// Flags of the registrations so far.
     pub(super) access: Vec<c_int>,
     /// `max_mr_size` of the device; 0 is 1 GiB.
     pub(super) max_mr_size: u64,
+    /// Each queue pair's device, and the address of the queue it reports to, from [`FIRST_PAIR`] on.
+    pairs: Vec<(c_int, usize)>,
+    /// What READs bring.
+    published: Vec<u8>,
     keys: u32,
+}
+
+/// A request that the fake took.
+#[derive(Clone, Copy)]
+pub(super) struct Posted {
+    queue_pair: u32,
+    pub(super) work: u64,
+    pub(super) flags: c_uint,
+    pub(super) opcode: c_uint,
+    remote: u64,
+    local: u64,
+    bytes: usize,
+    /// Whether it has not been completed by [`bring`] or [`flush`].
+    in_flight: bool,
+}
+
+impl State {
+    fn add_queue_pair(&mut self, device: c_int, queue: usize) -> u32 {
+        self.pairs.push((device, queue));
+        FIRST_PAIR + self.pairs.len() as u32 - 1
+    }
+
+    fn pair(&self, number: u32) -> Option<&(c_int, usize)> {
+        self.pairs.get(number.checked_sub(FIRST_PAIR)? as usize)
+    }
+
+    fn is_on(&self, queue_pair: u32, device: c_int) -> bool {
+        self.pair(queue_pair).is_some_and(|(its, _)| *its == device)
+    }
+
+    fn completion_for(&mut self, queue: usize) -> Option<ffi::ibv_wc> {
+        let is_for = |raw: &ffi::ibv_wc| {
+            raw.qp_num == 0 || self.pair(raw.qp_num).is_some_and(|(_, its)| *its == queue)
+        };
+        let at = self.completions.iter().position(is_for)?;
+        self.completions.remove(at)
+    }
+
+    /// Takes what is in flight on `device`.
+    fn take_flying(&mut self, device: c_int) -> Vec<Posted> {
+        let mut all = std::mem::take(&mut self.posted);
+        let flying = all.iter_mut().filter(|it| it.in_flight && self.is_on(it.queue_pair, device));
+        let taken = flying.map(|it| {
+            it.in_flight = false;
+            *it
+        });
+        let taken = taken.collect();
+        self.posted = all;
+        taken
+    }
+
+    /// What was in flight on a queue pair that is destroyed touches memory no more.
+    fn forget(&mut self, queue_pair: u32) {
+        let on_it = self.posted.iter_mut().filter(|it| it.queue_pair == queue_pair);
+        on_it.for_each(|it| it.in_flight = false);
+    }
+
+    fn complete(&mut self, posted: &Posted, status: c_uint) {
+        let mut raw = completion(posted.work, status);
+        raw.qp_num = posted.queue_pair;
+        self.completions.push_back(raw);
+    }
+
+    /// Does what a READ does, and says whether it could.
+    fn read(&self, posted: &Posted) -> bool {
+        let from = posted.remote.checked_sub(PUBLISHED).and_then(|at| usize::try_from(at).ok());
+        let from = from.and_then(|at| self.published.get(at..)?.get(..posted.bytes));
+        let Some(from) = from.filter(|_| posted.opcode == ibv_wr_opcode::IBV_WR_RDMA_READ) else {
+            return false;
+        };
+        let to = std::ptr::with_exposed_provenance_mut::<u8>(posted.local as usize);
+        // SAFETY: the request is in flight, so its buffer of this length is mapped and nobody else
+        // looks at it (the contract of `Landing`).
+        unsafe { to.copy_from_nonoverlapping(from.as_ptr(), from.len()) };
+        true
+    }
 }
 
 thread_local! {
@@ -48,18 +135,78 @@ pub(super) fn state<R>(look: impl FnOnce(&mut State) -> R) -> R {
 }
 
 /// How often `call` was made.
-pub(super) fn count(call: &str) -> usize {
+#[must_use]
+pub fn count(call: &str) -> usize {
     state(|it| it.calls.iter().filter(|name| **name == call).count())
 }
 
-/// Makes `call` fail with `number` from now on; 0 lets it work.
-pub(super) fn fail(call: &'static str, number: c_int) {
+/// Makes `call` fail with error `number` from now on; 0 lets it work.
+pub fn fail(call: &'static str, number: i32) {
     state(|it| it.fail.insert(call, number));
 }
 
-/// The fake as a library: devices `fake0` and `fake1`.
-pub(super) fn library(sysfs: &Path) -> Arc<Library> {
-    Library::from_table(TABLE, sysfs)
+/// The fake as a library: devices `fake0` and `fake1`, described below `sysfs`.
+#[must_use]
+pub fn library(sysfs: &Path) -> Arc<Library> {
+    Library::from_table(functions::TABLE, sysfs)
+}
+
+/// Publishes `bytes` to READs of every device in place of those before; says where they begin.
+pub fn publish(bytes: Vec<u8>) -> u64 {
+    state(|it| it.published = bytes);
+    PUBLISHED
+}
+
+/// `device` says that it has failed (`IBV_EVENT_DEVICE_FATAL`).
+pub fn break_device(device: &str) {
+    state(|it| it.events.push_back((number(device), event::DEVICE_FATAL, 0)));
+}
+
+/// Where the READs in flight on `device` begin, and how many bytes each has.
+#[must_use]
+pub fn flying(device: &str) -> Vec<(u64, usize)> {
+    let device = number(device);
+    state(|it| {
+        let flying = it.posted.iter().filter(|p| p.in_flight && it.is_on(p.queue_pair, device));
+        flying.map(|posted| (posted.remote, posted.bytes)).collect()
+    })
+}
+
+/// How many requests `device` has been given so far.
+#[must_use]
+pub fn posted(device: &str) -> usize {
+    let device = number(device);
+    state(|it| it.posted.iter().filter(|posted| it.is_on(posted.queue_pair, device)).count())
+}
+
+/// Everything in flight on `device` ends well: READs bring what is published, or the remote access
+/// error where nothing is.
+pub fn bring(device: &str) {
+    let device = number(device);
+    state(|it| {
+        for posted in it.take_flying(device) {
+            if !it.read(&posted) {
+                it.complete(&posted, ibv_wc_status::IBV_WC_REM_ACCESS_ERR);
+            } else if posted.flags & ibv_send_flags::IBV_SEND_SIGNALED.0 != 0 {
+                it.complete(&posted, ibv_wc_status::IBV_WC_SUCCESS);
+            }
+        }
+    });
+}
+
+/// Everything in flight on `device` comes back as flushed, as after its queue pairs went in error.
+pub fn flush(device: &str) {
+    let device = number(device);
+    state(|it| {
+        for posted in it.take_flying(device) {
+            it.complete(&posted, ibv_wc_status::IBV_WC_WR_FLUSH_ERR);
+        }
+    });
+}
+
+/// A device's number among the fake's.
+fn number(device: &str) -> c_int {
+    if device == "fake0" { 1 } else { 2 }
 }
 
 /// A completion as the device would write it.
@@ -74,355 +221,4 @@ pub(super) fn completion(work: u64, status: c_uint) -> ffi::ibv_wc {
     raw.wr_id = work;
     raw.status = status;
     raw
-}
-
-const TABLE: Table = Table {
-    device_list,
-    free_device_list,
-    device_name,
-    device_guid,
-    open_device,
-    close_device,
-    async_event,
-    ack_async_event,
-    query_device,
-    query_port,
-    query_gid,
-    alloc_pd,
-    dealloc_pd,
-    reg_mr,
-    dereg_mr,
-    create_comp_channel,
-    destroy_comp_channel,
-    create_cq,
-    destroy_cq,
-    cq_event,
-    ack_cq_events,
-    create_qp,
-    modify_qp,
-    query_qp,
-    destroy_qp,
-};
-
-/// Notes the call; the error number it is to return.
-fn called(name: &'static str) -> c_int {
-    state(|it| {
-        it.calls.push(name);
-        it.fail.get(name).copied().unwrap_or(0)
-    })
-}
-
-fn set_errno(number: c_int) {
-    // SAFETY: the C library's place for this thread's error number is always there.
-    let place = unsafe { libc::__errno_location() };
-    // SAFETY: as above.
-    unsafe { place.write(number) };
-}
-
-/// A zeroed structure of the library, or null with `errno` if the call is to fail.
-fn made<T>(name: &'static str) -> *mut T {
-    match called(name) {
-        0 => Box::into_raw(Box::new(MaybeUninit::<T>::zeroed())).cast(),
-        number => {
-            set_errno(number);
-            std::ptr::null_mut()
-        }
-    }
-}
-
-/// Frees what `made` gave, unless the call is to fail.
-fn freed<T>(name: &'static str, raw: *mut T) -> c_int {
-    let number = called(name);
-    if number == 0 {
-        // SAFETY: made by `made`; the owners free once, which the tests count.
-        drop(unsafe { Box::from_raw(raw.cast::<MaybeUninit<T>>()) });
-    }
-    number
-}
-
-extern "C" fn device_list(count: *mut c_int) -> *mut *mut ffi::ibv_device {
-    let number = called("ibv_get_device_list");
-    if number != 0 {
-        set_errno(number);
-        return std::ptr::null_mut();
-    }
-    // SAFETY: the caller's pointer is to a live number.
-    unsafe { count.write(2) };
-    // Devices are only names here: small numbers that nobody follows.
-    let devices = [1_usize, 2].map(std::ptr::without_provenance_mut::<ffi::ibv_device>);
-    Box::into_raw(Box::new(devices)).cast()
-}
-
-extern "C" fn free_device_list(list: *mut *mut ffi::ibv_device) {
-    called("ibv_free_device_list");
-    // SAFETY: made by `device_list`, freed once.
-    drop(unsafe { Box::from_raw(list.cast::<[*mut ffi::ibv_device; 2]>()) });
-}
-
-extern "C" fn device_name(device: *mut ffi::ibv_device) -> *const c_char {
-    match device.addr() {
-        1 => c"fake0".as_ptr(),
-        _ => c"fake1".as_ptr(),
-    }
-}
-
-extern "C" fn device_guid(device: *mut ffi::ibv_device) -> u64 {
-    (device.addr() as u64).to_be()
-}
-
-extern "C" fn open_device(_device: *mut ffi::ibv_device) -> *mut ffi::ibv_context {
-    let context = made::<ffi::ibv_context>("ibv_open_device");
-    if context.is_null() {
-        return context;
-    }
-    // SAFETY: a path that is always there, and flags.
-    let fd = unsafe { libc::open(c"/dev/null".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC) };
-    // SAFETY: made above, and zeros are a value of it.
-    let context_ref = unsafe { &mut *context };
-    context_ref.async_fd = fd;
-    context_ref.ops.post_send = Some(post_send);
-    context_ref.ops.post_recv = Some(post_recv);
-    context_ref.ops.poll_cq = Some(poll_cq);
-    context
-}
-
-extern "C" fn close_device(context: *mut ffi::ibv_context) -> c_int {
-    // SAFETY: made by `open_device`, and not freed yet.
-    let fd = unsafe { (*context).async_fd };
-    // SAFETY: opened by `open_device`.
-    unsafe { libc::close(fd) };
-    freed("ibv_close_device", context)
-}
-
-extern "C" fn async_event(_: *mut ffi::ibv_context, event: *mut ffi::AsyncEvent) -> c_int {
-    let Some((kind, port)) = state(|it| it.events.pop_front()) else {
-        set_errno(libc::EAGAIN);
-        return -1;
-    };
-    let mut raw = ffi::AsyncEvent::zeroed();
-    raw.event_type = kind;
-    raw.element.port_num = port;
-    // SAFETY: the caller's pointer is to a live event.
-    unsafe { event.write(raw) };
-    0
-}
-
-extern "C" fn ack_async_event(_event: *mut ffi::AsyncEvent) {
-    called("ibv_ack_async_event");
-}
-
-extern "C" fn query_device(_: *mut ffi::ibv_context, into: *mut ffi::ibv_device_attr) -> c_int {
-    let mut limits = ffi::ibv_device_attr::zeroed();
-    limits.max_mr_size = state(|it| if it.max_mr_size == 0 { 1 << 30 } else { it.max_mr_size });
-    limits.max_qp_wr = 1024;
-    limits.max_cqe = 4096;
-    limits.phys_port_cnt = 1;
-    // SAFETY: the caller's pointer is to a live structure.
-    unsafe { into.write(limits) };
-    called("ibv_query_device")
-}
-
-extern "C" fn query_port(_: *mut ffi::ibv_context, _: u8, into: *mut ffi::ibv_port_attr) -> c_int {
-    let mut port = ffi::ibv_port_attr::zeroed();
-    port.state = ffi::ibv_port_state::IBV_PORT_ACTIVE;
-    port.active_mtu = ffi::ibv_mtu::IBV_MTU_1024;
-    port.link_layer = 2;
-    port.gid_tbl_len = 8;
-    // SAFETY: the caller's pointer is to a live structure.
-    unsafe { into.write(port) };
-    called("ibv_query_port")
-}
-
-/// Places 0 and 3 are used, 5 cannot be read, the others are empty.
-extern "C" fn query_gid(
-    _: *mut ffi::ibv_context,
-    _: u8,
-    index: c_int,
-    into: *mut ffi::ibv_gid,
-) -> c_int {
-    let mut gid = ffi::ibv_gid::zeroed();
-    match index {
-        0 => gid.raw = [0xfe; 16],
-        3 => gid.raw = [0x33; 16],
-        5 => return -1,
-        _ => {}
-    }
-    // SAFETY: the caller's pointer is to a live union.
-    unsafe { into.write(gid) };
-    0
-}
-
-extern "C" fn alloc_pd(context: *mut ffi::ibv_context) -> *mut ffi::ibv_pd {
-    let raw = made::<ffi::ibv_pd>("ibv_alloc_pd");
-    // SAFETY: made above; zeros are a value of it.
-    if let Some(pd) = unsafe { raw.as_mut() } {
-        pd.context = context;
-    }
-    raw
-}
-
-extern "C" fn dealloc_pd(pd: *mut ffi::ibv_pd) -> c_int {
-    freed("ibv_dealloc_pd", pd)
-}
-
-extern "C" fn reg_mr(
-    _: *mut ffi::ibv_pd,
-    addr: *mut c_void,
-    length: usize,
-    access: c_int,
-) -> *mut ffi::ibv_mr {
-    state(|it| it.access.push(access));
-    let raw = made::<ffi::ibv_mr>("ibv_reg_mr");
-    // SAFETY: made above; zeros are a value of it.
-    if let Some(mr) = unsafe { raw.as_mut() } {
-        let key = state(|it| {
-            it.keys += 1;
-            it.keys
-        });
-        (mr.addr, mr.length, mr.lkey, mr.rkey) = (addr, length, key, key | 0x100);
-    }
-    raw
-}
-
-extern "C" fn dereg_mr(mr: *mut ffi::ibv_mr) -> c_int {
-    freed("ibv_dereg_mr", mr)
-}
-
-extern "C" fn create_comp_channel(_: *mut ffi::ibv_context) -> *mut ffi::ibv_comp_channel {
-    made("ibv_create_comp_channel")
-}
-
-extern "C" fn destroy_comp_channel(channel: *mut ffi::ibv_comp_channel) -> c_int {
-    freed("ibv_destroy_comp_channel", channel)
-}
-
-extern "C" fn create_cq(
-    context: *mut ffi::ibv_context,
-    _: c_int,
-    _: *mut c_void,
-    _: *mut ffi::ibv_comp_channel,
-    _: c_int,
-) -> *mut ffi::ibv_cq {
-    let raw = made::<ffi::ibv_cq>("ibv_create_cq");
-    // SAFETY: made above; zeros are a value of it.
-    if let Some(cq) = unsafe { raw.as_mut() } {
-        cq.context = context;
-    }
-    raw
-}
-
-extern "C" fn destroy_cq(cq: *mut ffi::ibv_cq) -> c_int {
-    freed("ibv_destroy_cq", cq)
-}
-
-extern "C" fn cq_event(
-    _: *mut ffi::ibv_comp_channel,
-    _: *mut *mut ffi::ibv_cq,
-    _: *mut *mut c_void,
-) -> c_int {
-    set_errno(libc::EAGAIN);
-    -1
-}
-
-extern "C" fn ack_cq_events(_: *mut ffi::ibv_cq, _: c_uint) {
-    called("ibv_ack_cq_events");
-}
-
-extern "C" fn create_qp(pd: *mut ffi::ibv_pd, _: *mut ffi::ibv_qp_init_attr) -> *mut ffi::ibv_qp {
-    let raw = made::<ffi::ibv_qp>("ibv_create_qp");
-    // SAFETY: made above; zeros are a value of it.
-    if let Some(qp) = unsafe { raw.as_mut() } {
-        // SAFETY: the caller's domain is live.
-        qp.context = unsafe { (*pd).context };
-        qp.qp_num = 7;
-    }
-    raw
-}
-
-extern "C" fn modify_qp(_: *mut ffi::ibv_qp, attributes: *mut ffi::ibv_qp_attr, _: c_int) -> c_int {
-    // SAFETY: the caller's pointer is to a live structure.
-    let to = unsafe { (*attributes).qp_state };
-    // A test may let one step fail.
-    let number = called(match to {
-        ffi::ibv_qp_state::IBV_QPS_RTR => "ibv_modify_qp to RTR",
-        ffi::ibv_qp_state::IBV_QPS_RTS => "ibv_modify_qp to RTS",
-        _ => "ibv_modify_qp",
-    });
-    if number == 0 {
-        state(|it| it.states.push(to));
-    }
-    number
-}
-
-extern "C" fn query_qp(
-    _: *mut ffi::ibv_qp,
-    attributes: *mut ffi::ibv_qp_attr,
-    _: c_int,
-    _: *mut ffi::ibv_qp_init_attr,
-) -> c_int {
-    let last = state(|it| it.states.last().copied().unwrap_or(0));
-    // SAFETY: the caller's pointer is to a live structure.
-    unsafe { (*attributes).qp_state = last };
-    called("ibv_query_qp")
-}
-
-extern "C" fn destroy_qp(qp: *mut ffi::ibv_qp) -> c_int {
-    freed("ibv_destroy_qp", qp)
-}
-
-unsafe extern "C" fn post_send(
-    _: *mut ffi::ibv_qp,
-    list: *mut ffi::ibv_send_wr,
-    bad: *mut *mut ffi::ibv_send_wr,
-) -> c_int {
-    let number = called("ibv_post_send");
-    let refuse_at = state(|it| it.refuse_at);
-    let (mut at, mut place) = (list, 0);
-    // SAFETY: the caller's list is of live requests, and ends with null.
-    while let Some(request) = unsafe { at.as_ref() } {
-        if number != 0 || refuse_at == Some(place) {
-            // SAFETY: the caller's pointer is to a live pointer.
-            unsafe { bad.write(at) };
-            return if number == 0 { libc::ENOMEM } else { number };
-        }
-        let note = (request.wr_id, request.send_flags, request.opcode);
-        state(|it| it.posted.push(note));
-        (at, place) = (request.next, place + 1);
-    }
-    0
-}
-
-unsafe extern "C" fn post_recv(
-    _: *mut ffi::ibv_qp,
-    list: *mut ffi::ibv_recv_wr,
-    _: *mut *mut ffi::ibv_recv_wr,
-) -> c_int {
-    let number = called("ibv_post_recv");
-    // SAFETY: the caller's list is of one live request.
-    let work = unsafe { (*list).wr_id };
-    // SAFETY: as above.
-    let pieces = unsafe { (*list).sg_list };
-    // SAFETY: as above; there is a piece even where it is empty.
-    let address = unsafe { (*pieces).addr };
-    if number == 0 {
-        state(|it| it.receives.push((work, address)));
-    }
-    number
-}
-
-unsafe extern "C" fn poll_cq(_: *mut ffi::ibv_cq, room: c_int, into: *mut ffi::ibv_wc) -> c_int {
-    let number = called("ibv_poll_cq");
-    if number != 0 {
-        return number;
-    }
-    let mut taken = 0;
-    while taken < room {
-        let Some(next) = state(|it| it.completions.pop_front()) else { break };
-        // SAFETY: the caller has room for `room` completions.
-        let place = unsafe { into.add(taken as usize) };
-        // SAFETY: as above.
-        unsafe { place.write(next) };
-        taken += 1;
-    }
-    taken
 }

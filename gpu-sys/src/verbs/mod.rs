@@ -23,8 +23,8 @@ mod completion;
 mod context;
 mod error;
 mod events;
-#[cfg(test)]
-mod fake;
+#[cfg(any(test, feature = "testing"))]
+pub mod fake;
 mod ffi;
 mod file_pages;
 mod flight;

@@ -135,7 +135,7 @@ impl Bench {
 
     /// Lets the device report the `place`-th posted request, and settles what it ends.
     fn complete(&mut self, place: usize, how: u32) -> Vec<Ended> {
-        let work = state(|it| it.posted[place].0);
+        let work = state(|it| it.posted[place].work);
         state(|it| it.completions.push_back(completion(work, how)));
         self.settle().unwrap()
     }
@@ -156,7 +156,7 @@ impl Bench {
 
 fn signalled() -> Vec<bool> {
     let flag = ibv_send_flags::IBV_SEND_SIGNALED.0;
-    state(|it| it.posted.iter().map(|(_, flags, _)| flags & flag != 0).collect())
+    state(|it| it.posted.iter().map(|posted| posted.flags & flag != 0).collect())
 }
 
 #[test]
@@ -312,7 +312,7 @@ fn events_are_named_and_acknowledged() {
     let context = context();
     assert_eq!(context.next_event().unwrap(), None);
     // The numbers are those of verbs.h.
-    state(|it| it.events.extend([(10, 1), (9, 1), (18, 1), (8, 0), (99, 0)]));
+    state(|it| it.events.extend([(1, 10, 1), (1, 9, 1), (1, 18, 1), (1, 8, 0), (1, 99, 0)]));
     let wanted = [
         AsyncEvent::PortError { port: 1 },
         AsyncEvent::PortActive { port: 1 },

@@ -4,16 +4,10 @@
 #[derive(Debug, thiserror::Error, Clone, PartialEq, Eq)]
 pub enum ChooseError {
     /// The host has no RDMA device.
-    #[error(
-        "this host has no RDMA device: see `ibv_devices`, load the adapter's driver, or use \
-         --expert-backend rdma, which is TCP"
-    )]
+    #[error("this host has no RDMA device: see `ibv_devices`, and load the adapter's driver")]
     NoDevice,
     /// No port carries data.
-    #[error(
-        "no RDMA port is active ({ports}): connect it and bring its interface up, or use \
-         --expert-backend rdma, which is TCP"
-    )]
+    #[error("no RDMA port is active ({ports}): connect it and bring its interface up")]
     NoActivePort {
         /// The ports, and what they are instead.
         ports: String,

@@ -72,6 +72,8 @@ pub enum Routed {
     OtherPort,
     /// The route leaves from something that is no RDMA port.
     Elsewhere,
+    /// Its port has the peer's own address.
+    PeersOwn,
 }
 
 impl fmt::Display for Routed {
@@ -84,6 +86,10 @@ impl fmt::Display for Routed {
             Self::Elsewhere => {
                 "NOTHING BETTER: the route to the peer leaves from no RDMA port, so the peer may \
                  be out of reach"
+            }
+            Self::PeersOwn => {
+                "NOTHING BETTER: its port has the peer's own address, so both ends are one port; \
+                 unless the peer is on this host, the address is used twice or the route is lost"
             }
         })
     }

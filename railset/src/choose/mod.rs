@@ -7,7 +7,10 @@
 //! 2. it is on the same network interface as that address;
 //! 3. nothing is known of the route;
 //! 4. the route leaves from another RDMA port (two rails in one subnet look like this);
-//! 5. the route leaves from something that is no RDMA port: taken only where nothing else is.
+//! 5. the route leaves from something that is no RDMA port: taken only where nothing else is;
+//! 6. its port has the peer's own address, so both ends would be one port: the last resort, however
+//!    the route looks. A peer on this host is reached so, and so seems one whose address is used
+//!    twice, or an end of a cable on this host whose route is lost.
 //!
 //! Within a group IPv4 link-local addresses come last, then IPv6 where the peer's family is not
 //! known, then the lowest port and index. A GID is never taken for its index alone, and an

@@ -6,7 +6,7 @@ use super::error::ChooseError;
 use super::explain::{Choice, Explanation, PassedOver, Reason, Routed, listed};
 use super::spec::{RailSpec, Target};
 use super::wish::{Asker, Wish};
-use crate::facts::{DeviceFacts, Family, GidFacts, GidKind, LinkLayer, PortFacts, PortState};
+use crate::facts::{DeviceFacts, Family, Gid, GidFacts, GidKind, LinkLayer, PortFacts, PortState};
 
 /// A usable GID and its place among the others.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -38,7 +38,7 @@ impl Survey {
         target: Option<&Target>,
         source: Option<IpAddr>,
     ) -> Self {
-        let route = Route::of(devices, source);
+        let route = Route::of(devices, target, source);
         let mut survey = Self { usable: Vec::new(), passed: Vec::new() };
         for (position, device) in devices.iter().enumerate() {
             if wish.device.as_ref().is_some_and(|wished| *wished != device.name) {
@@ -58,7 +58,7 @@ impl Survey {
                         Some(reason) => survey.pass(device, Some(port), Some(gid), reason),
                         None => survey.usable.push(Candidate {
                             rank: Rank {
-                                routed: route.relation(gid),
+                                routed: route.relation(port, gid),
                                 is_ipv4_link_local: gid.gid.is_ipv4_link_local(),
                                 is_ipv6: gid.gid.family() == Family::Ipv6,
                                 place: (position, port.number, gid.index),
@@ -148,6 +148,8 @@ impl Survey {
 
 /// What the kernel's route says of the GIDs.
 struct Route<'a> {
+    /// Where it leads, if that is known.
+    peer: Option<Gid>,
     source: Option<IpAddr>,
     /// The interface of the source address; `None` where no RDMA port has that address.
     netdev: Option<&'a str>,
@@ -155,15 +157,19 @@ struct Route<'a> {
 }
 
 impl<'a> Route<'a> {
-    fn of(devices: &'a [DeviceFacts], source: Option<IpAddr>) -> Self {
+    fn of(devices: &'a [DeviceFacts], target: Option<&Target>, source: Option<IpAddr>) -> Self {
         let ports = devices.iter().flat_map(|device| &device.ports);
         let mut gids = ports.flat_map(|port| &port.gids);
         let found = gids.find(|gid| source == Some(gid.gid.ip()));
         let netdev = found.and_then(|gid| gid.netdev.as_deref());
-        Self { source, netdev, is_rdma: found.is_some() }
+        let peer = target.map(|target| target.gid);
+        Self { peer, source, netdev, is_rdma: found.is_some() }
     }
 
-    fn relation(&self, gid: &GidFacts) -> Routed {
+    fn relation(&self, port: &PortFacts, gid: &GidFacts) -> Routed {
+        if port.gids.iter().any(|own| self.peer == Some(own.gid)) {
+            return Routed::PeersOwn;
+        }
         let Some(source) = self.source else { return Routed::Unknown };
         if gid.gid.ip() == source {
             return Routed::Source;

@@ -71,6 +71,25 @@ fn a_route_that_leaves_elsewhere_is_said_aloud() {
     assert_eq!(choice.explanation.routed, Routed::OtherPort);
 }
 
+/// Both ends of a cable on one host: a lost route leads from the peer's address to itself.
+#[test]
+fn a_port_with_the_peers_own_address_is_the_last_resort_and_said_to_be() {
+    let mut devices = two();
+    let own = ["fe80::3", "::ffff:10.1.0.2", "::ffff:10.1.0.9"];
+    devices.insert(0, device("rxe0p", 3, vec![roce("v0p", &own)]));
+    for source in [Some("10.1.0.2"), Some("10.1.0.9"), Some("192.168.1.4"), None] {
+        let choice = chosen(&devices, &Wish::default(), "::ffff:10.1.0.2", source);
+        assert_eq!(choice.spec.device, "rxe0", "{source:?}: {choice}");
+        assert!(choice.to_string().contains("rxe0p port 1 GID 1"), "{choice}");
+        let choice = chosen(&devices, &wish("rxe0p"), "::ffff:10.1.0.2", source);
+        assert_eq!(choice.explanation.routed, Routed::PeersOwn);
+        assert!(choice.to_string().contains("the address is used twice"), "{choice}");
+    }
+    let source = Some("10.1.0.2");
+    let choice = chosen(&devices[..1], &Wish::default(), "::ffff:10.1.0.2", source);
+    assert_eq!(choice.spec.device, "rxe0p", "a peer on this host, which has one port");
+}
+
 #[test]
 fn the_family_is_the_peers() {
     let devices = vec![device("a", 1, vec![roce("v0", &["::ffff:10.1.0.1", "fd00::1"])])];
@@ -106,7 +125,7 @@ fn each_way_of_having_no_rail_is_named_with_what_to_do() {
     let nothing = Wish::default();
     let error = refused(&[], &nothing, Asker::Rail1);
     assert_eq!(error, ChooseError::NoDevice);
-    assert!(error.to_string().contains("--expert-backend rdma"), "{error}");
+    assert!(error.to_string().contains("ibv_devices"), "{error}");
     let mut down = two();
     for device in &mut down {
         device.ports[0].state = PortState::Down;

@@ -70,6 +70,7 @@ struct Settings {
 
 impl Settings {
     fn of(args: &BackendArgs) -> anyhow::Result<Self> {
+        args.check()?;
         let wishes = args.wishes()?;
         let asked = match args.asked() {
             Ok(asked) => asked == Some(TierKind::RdmaVerbs),

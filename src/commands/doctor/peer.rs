@@ -2,10 +2,13 @@
 
 use expert_peer::StatusReport;
 use expert_peer::cli::one_line;
+use expert_tier::arena::ArenaError;
+use expert_tier::error::FetchError;
 use expert_tier::tcp::{DialError, Dialler, TcpOptions, TcpTier};
 use expert_tier::tier::ExpertTier;
 #[cfg(metrale_rdma_verbs)]
 use expert_tier::verbs::VerbsOptions;
+use expert_tier::wire::io::IoError;
 
 use super::measure::{Measured, measure};
 #[cfg(metrale_rdma_verbs)]
@@ -101,6 +104,9 @@ fn dial_fix(error: &DialError) -> &'static str {
             "start expert-peer there with --listen ADDRESS:PORT (it listens on loopback unless told), \
              and let the port through firewalls"
         }
+        DialError::Io { source: IoError::Frame(_), .. } => {
+            "give the address of an expert-peer: another program seems to listen at this one"
+        }
         DialError::Io { .. } => {
             "see the peer's log; where it only needs longer, raise --expert-connect-ms"
         }
@@ -111,6 +117,27 @@ fn dial_fix(error: &DialError) -> &'static str {
             "see the peer's log; run the same version at both ends"
         }
         DialError::Thread { .. } => "raise `ulimit -u`, or the cgroup's pids.max",
+    }
+}
+
+/// What to do where records do not come, though the peer answers.
+pub(super) fn fetch_fix(error: &anyhow::Error) -> &'static str {
+    if error.chain().any(|cause| cause.is::<ArenaError>()) {
+        return "see the locked memory above";
+    }
+    match error.chain().find_map(|cause| cause.downcast_ref::<FetchError>()) {
+        Some(FetchError::Mismatch { .. }) => {
+            "run `metrale verify` on the peer's store, and copy or pack it anew where it is damaged; \
+             if it is sound, suspect memory or the link"
+        }
+        Some(FetchError::Deadline { .. }) => {
+            "see the peer's log and what else its disk and the link carry; where it only needs \
+             longer, raise --expert-deadline-ms"
+        }
+        Some(FetchError::Peer { .. }) => {
+            "run `metrale verify` on the peer's store, and see the peer's log"
+        }
+        _ => "see the peer's log",
     }
 }
 
@@ -126,7 +153,7 @@ fn over_tcp(report: &mut Report, args: &BackendArgs, tcp: &TcpOptions) {
             let streams = format!(" over {} connections", tcp.streams);
             report.ok("TCP bandwidth", bandwidth(&found, &streams));
         }
-        Err(error) => report.fail("TCP", one_line(&error), "see the peer's log"),
+        Err(error) => report.fail("TCP", one_line(&error), fetch_fix(&error)),
     }
 }
 

@@ -1,11 +1,11 @@
 //! The rails that both ends agree on, and how fast each is alone.
 
 use expert_peer::cli::one_line;
-use expert_tier::verbs::{VerbsOptions, VerbsTier};
+use expert_tier::verbs::{OpenError, VerbsOptions, VerbsTier};
 use railset::choose::{RailSpec, Wish};
 use railset::pairing::{DualRail, RailWishes};
 
-use super::peer::{bandwidth, measured, round_trip};
+use super::peer::{bandwidth, fetch_fix, measured, round_trip};
 use super::report::{Report, bit_rate};
 use super::{Settings, USE_TCP};
 use crate::backend::BackendArgs;
@@ -70,11 +70,14 @@ fn one_rail(report: &mut Report, args: &BackendArgs, options: &VerbsOptions, spe
     let found = match found {
         Ok(found) => found,
         Err(error) => {
-            let fix = format!(
-                "try `ib_read_bw -d {device} -i {port} -x {}` between the two machines; look for \
-                 UDP port 4791 in firewalls, and at the peer's log",
-                spec.gid_index
-            );
+            let fix = match error.chain().any(|cause| cause.is::<OpenError>()) {
+                true => format!(
+                    "try `ib_read_bw -d {device} -i {port} -x {}` between the two machines; look \
+                     for UDP port 4791 in firewalls, and at the peer's log",
+                    spec.gid_index
+                ),
+                false => fetch_fix(&error).to_owned(),
+            };
             return report.fail(name, one_line(&error), fix);
         }
     };

@@ -1,5 +1,6 @@
 //! libibverbs, the devices it finds, their ports, and which of them rails would use.
 
+use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -76,22 +77,28 @@ fn devices(report: &mut Report, library: &Arc<Library>, absent: Status) -> Vec<D
             return Vec::new();
         }
     };
-    let entries = std::fs::read_dir(SYSFS).into_iter().flatten().flatten();
-    let mut unlisted: Vec<_> = entries
-        .filter_map(|entry| entry.file_name().into_string().ok())
-        .filter(|name| !listed.iter().any(|device| device.name == *name))
-        .collect();
-    unlisted.sort();
-    if !unlisted.is_empty() {
-        let found = format!("the kernel has {}, libibverbs does not", unlisted.join(", "));
-        let fix = "install ibverbs-providers; in a container pass /dev/infiniband through";
-        report.say(absent, name, found, fix);
-    } else if listed.is_empty() {
-        let fix = format!(
-            "load the adapter's driver (`ibv_devices` then lists it), in a container pass \
-             /dev/infiniband through, or {USE_TCP}"
-        );
-        report.say(absent, name, "rdma-verbs is not available: there is no device", fix);
+    let is_listed = |name: &String| listed.iter().any(|device| device.name == *name);
+    match in_kernel(Path::new(SYSFS)) {
+        Err(error) => {
+            let found = format!("{SYSFS} cannot be read: {error}");
+            let fix = "allow reading /sys, which tells GIDs' kinds and interfaces: without it none \
+                can carry a rail";
+            report.say(absent, name, found, fix);
+        }
+        Ok(names) if !names.iter().all(is_listed) => {
+            let unlisted: Vec<_> = names.into_iter().filter(|name| !is_listed(name)).collect();
+            let found = format!("the kernel has {}, libibverbs does not", unlisted.join(", "));
+            let fix = "install ibverbs-providers; in a container pass /dev/infiniband through";
+            report.say(absent, name, found, fix);
+        }
+        Ok(_) if listed.is_empty() => {
+            let fix = format!(
+                "load the adapter's driver (`ibv_devices` then lists it), in a container pass \
+                 /dev/infiniband through, or {USE_TCP}"
+            );
+            report.say(absent, name, "rdma-verbs is not available: there is no device", fix);
+        }
+        Ok(_) => {}
     }
     let mut opened = Vec::new();
     for device in &listed {
@@ -111,6 +118,20 @@ fn devices(report: &mut Report, library: &Arc<Library>, absent: Status) -> Vec<D
         report.ok(name, format!("{}: {}", names.len(), names.join(", ")));
     }
     opened
+}
+
+/// The devices that the kernel lists in `sysfs`, in order; none where it has no such directory.
+fn in_kernel(sysfs: &Path) -> io::Result<Vec<String>> {
+    let entries = match std::fs::read_dir(sysfs) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries?,
+    };
+    let mut names = Vec::new();
+    for entry in entries {
+        names.push(entry?.file_name().to_string_lossy().into_owned());
+    }
+    names.sort();
+    Ok(names)
 }
 
 fn describe_device(device: &Device) -> String {
@@ -331,6 +352,19 @@ mod tests {
         let found = [device("a", 1, 1), device("b", 2, 2)];
         assert_eq!(distinct_rails(&mut report, &found), 2);
         assert!(!serde_json::to_string(&report).unwrap().contains("name"));
+    }
+
+    #[test]
+    fn a_kernels_list_that_cannot_be_read_is_not_taken_for_an_empty_one() {
+        let sysfs = tempfile::tempdir().unwrap();
+        assert!(in_kernel(&sysfs.path().join("infiniband")).unwrap().is_empty());
+        for name in ["mlx5_1", "mlx5_0"] {
+            std::fs::create_dir(sysfs.path().join(name)).unwrap();
+        }
+        assert_eq!(in_kernel(sysfs.path()).unwrap(), ["mlx5_0", "mlx5_1"]);
+        let file = sysfs.path().join("file");
+        std::fs::write(&file, "").unwrap();
+        assert!(in_kernel(&file).is_err());
     }
 
     #[test]

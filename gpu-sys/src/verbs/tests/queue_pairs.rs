@@ -89,7 +89,7 @@ fn a_completion_of_nothing_in_flight_is_an_error_and_ends_nothing() {
     let mut bench = Bench::new(16, 0);
     let mut batch = bench.reads(2, Signal::Yes);
     bench.pair.post(&mut batch).unwrap();
-    let first = state(|it| it.posted[0].0);
+    let first = state(|it| it.posted[0].work);
     // Too far ahead, another queue pair's, and a receive's.
     for work in [first + 2, first + (1 << 32), first | 1 << 63, u64::MAX, 0] {
         state(|it| it.completions.push_back(completion(work, status::IBV_WC_SUCCESS)));
