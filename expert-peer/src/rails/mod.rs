@@ -27,7 +27,7 @@ use gpu_sys::verbs::{
 use railset::choose::{RailSpec, Wish as RailWish};
 use railset::driver;
 use railset::handshake::peer::PeerRails;
-use railset::message::MAX_QPS_PER_RAIL;
+use railset::message::{MAX_QPS_PER_RAIL, Transfer};
 use railset::pairing::{ServeError, serve_rails};
 use railset::table::{Column, TableError};
 
@@ -36,6 +36,9 @@ use crate::residency::keeper::{Keeper, Start};
 use crate::residency::{ProfileError, Residency, ResidencyOptions, profile};
 use budget::{Bounds, Plan};
 pub(crate) use client::{ClientEnd, RailClient};
+
+/// Bytes of buffers that spilled records go through.
+const SPILL_BYTES: u64 = 0;
 
 /// Which rails a peer is to serve.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -188,7 +191,7 @@ impl Published {
         let most = |device: &Served| {
             (device.context.name().to_owned(), device.context.limits().max_mr_size)
         };
-        let bounds = Bounds::current(served.iter().map(most).collect());
+        let bounds = Bounds::current(served.iter().map(most).collect(), SPILL_BYTES);
         let layout = store.manifest().layout();
         let plan = Plan::of(layout, wish.dram_budget, &bounds)?;
         let records = plan.first_records(profile.as_deref());
@@ -207,8 +210,14 @@ impl Published {
         let generation = residency.live().generation();
         let layers = layout.layers().len() as u32;
         let most_pairs = MAX_QPS_PER_RAIL as u8;
-        let rails =
-            PeerRails::new(&specs, most_pairs, layers, generation, plan.slot_bytes, plan.spill());
+        let rails = PeerRails::new(
+            &specs,
+            most_pairs,
+            layers,
+            generation,
+            plan.slot_bytes,
+            plan.spill(Transfer::Push),
+        );
         let domains = of_rail.iter().map(|&device| Arc::clone(&served[device].domain)).collect();
         let region_bytes = plan.bytes();
         let rails = Arc::new(rails);
