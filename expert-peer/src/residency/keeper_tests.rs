@@ -124,7 +124,12 @@ fn no_slot_is_overwritten_before_every_client_has_followed() {
         assert_eq!(slots.iter().filter(|slot| **slot != SPILLED).count(), 2);
         one.acknowledged(2);
         other.acknowledged(1);
-        assert!(!round.is_finished() && shared.report().promotions == 0);
+        // A round that did not wait would be over in a fraction of this.
+        let watched = Instant::now();
+        while watched.elapsed() < Duration::from_millis(100) {
+            assert!(!round.is_finished() && shared.report().promotions == 0);
+            std::thread::yield_now();
+        }
         drop(other);
         round.join().unwrap();
     });
