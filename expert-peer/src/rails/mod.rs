@@ -128,7 +128,10 @@ pub enum RailsError {
         bytes: u64,
     },
     /// The region's memory could not be pinned.
-    #[error("the memory for the published records: {source}; --rail none serves over TCP alone")]
+    #[error(
+        "the memory for the published records: {source}; lower --dram-budget, or serve over TCP \
+         alone with --rail none"
+    )]
     Pin {
         /// Why not.
         source: PinError,

@@ -195,6 +195,20 @@ fn a_record_that_is_damaged_on_disk_is_withdrawn_and_a_sound_copy_in_memory_kept
 }
 
 #[test]
+fn however_much_clients_report_a_few_records_a_second_are_looked_at() {
+    let mut kept = Kept::new(LONG);
+    (0..8).for_each(|record| kept.test.flip_bit(kept.key(record), IN_PAYLOAD));
+    // A third of a second; the first has a whole second's checks.
+    let round = |kept: &mut Kept| {
+        (0..8).for_each(|record| kept.damaged(record));
+        kept.keeper.checks = kept.keeper.checks.min(3.0);
+        kept.keeper.round(&kept.store, SECOND / 3, &|| false).unwrap();
+        kept.shared.report().withdrawn
+    };
+    assert_eq!([round(&mut kept), round(&mut kept)], [5, 8]);
+}
+
+#[test]
 fn a_damaged_record_is_found_before_it_is_published() {
     let mut kept = Kept::new(LONG);
     kept.test.flip_bit(kept.key(6), IN_PAYLOAD);
