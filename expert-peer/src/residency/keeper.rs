@@ -181,12 +181,15 @@ impl Keeper {
             self.shared.demotions.fetch_add(gone.len() as u64, Ordering::Relaxed);
             counter!("metrale_peer_demotions_total").increment(gone.len() as u64);
             let behind = self.shared.live.wait_acknowledged(generation, self.options.move_ack);
-            if behind > 0 {
+            self.late += u64::from(behind > 0);
+            // One that never follows would say so with every move.
+            if behind > 0 && self.late.is_power_of_two() {
                 tracing::info!(
                     clients = behind,
                     generation,
+                    so_far = self.late,
                     move_ack_ms = self.options.move_ack.as_millis(),
-                    "clients have not acknowledged a table in time; they may read slots anew"
+                    "clients have not acknowledged a table in time; they may fetch records anew"
                 );
             }
         }
