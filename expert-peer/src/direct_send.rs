@@ -40,8 +40,8 @@ pub(crate) enum NoReader {
 pub(crate) enum SendError<E> {
     /// The disk.
     Read(io::Error),
-    /// Nothing came of the disk for so long.
-    Stalled(Duration),
+    /// Nothing came of the disk for the stall's bound.
+    Stalled,
     /// Whatever took the bytes.
     Sink(E),
 }
@@ -143,7 +143,7 @@ impl DirectSender {
             let Some(slot) = pieces.front_mut().and_then(|piece| piece.slot.take()) else {
                 if progress.elapsed() >= stall {
                     self.free.extend(pieces.into_iter().filter_map(|piece| piece.slot));
-                    return Err(SendError::Stalled(stall));
+                    return Err(SendError::Stalled);
                 }
                 self.wait(stall.saturating_sub(progress.elapsed()));
                 continue;

@@ -72,7 +72,7 @@ impl Connection {
             }
             Err(SendError::Sink(end)) => return Err(end),
             Err(SendError::Read(error)) => error.to_string(),
-            Err(SendError::Stalled(_)) => {
+            Err(SendError::Stalled) => {
                 let (ms, flag) = (stall.as_millis(), super::STALL_MS);
                 format!("the disk gave nothing for {ms} ms; {flag} bounds this")
             }

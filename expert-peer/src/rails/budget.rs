@@ -7,6 +7,9 @@
 //!   slots x slot bytes x devices  <= the locked-memory limit, where it applies: registrations
 //!   slots x slot bytes            <= the same less what is locked already: the pages themselves
 //! ```
+//!
+//! Where records are spilled, the buffers through which they go are pinned and registered besides,
+//! and come off each of these but what a device registers at once.
 
 use expert_tier::layout::ExpertLayout;
 use gpu_sys::limits::{Available, Bytes, IpcLock, LockLimit, free_huge_pages};
@@ -46,55 +49,61 @@ pub(super) struct Bounds {
     pub(super) lock: LockLimit,
     /// What can be pinned, and what says so; `None` where nobody does.
     pub(super) memory: Option<Available>,
+    /// Bytes of buffers that are pinned and registered besides, if anything is spilled.
+    pub(super) spill_bytes: u64,
 }
 
 impl Bounds {
     /// Those of this process now.
-    pub(super) fn current(devices: Vec<(String, u64)>) -> Self {
+    pub(super) fn current(devices: Vec<(String, u64)>, spill_bytes: u64) -> Self {
         // The pool of huge pages is apart from what counts as available.
         let pool = free_huge_pages(HUGE_PAGE_BYTES as u64, None) * HUGE_PAGE_BYTES as u64;
         let pool = Available { bytes: pool, bound_by: "the pool of huge pages".into() };
         let usable = usable_memory(NumaPlacement::Local);
         let memory = usable.map(|usable| if pool.bytes > usable.bytes { pool } else { usable });
-        Self { devices, lock: LockLimit::current(), memory }
+        Self { devices, lock: LockLimit::current(), memory, spill_bytes }
     }
 
-    /// The most bytes of a region under each bound, with the bound's name.
-    fn most(&self) -> Vec<(u64, String)> {
+    /// The most bytes of a region beside `buffers` under each bound, with the bound's name.
+    fn most(&self, buffers: u64) -> Vec<(u64, String)> {
         let mut most: Vec<_> = Vec::new();
         let limited = self.lock.capability != IpcLock::Granted;
         if let Some(soft) = self.lock.soft_bytes.filter(|_| limited) {
             let devices = (self.devices.len() as u64).max(1);
             let name = format!("the locked-memory limit ({}, {devices} devices)", self.lock);
             let unlocked = soft.saturating_sub(self.lock.locked_bytes);
-            most.push(((soft / devices).min(whole_pages(unlocked)), name));
+            let bytes = (soft / devices).min(unlocked).saturating_sub(buffers);
+            most.push((whole_pages(bytes), name));
         }
         if let Some(Available { bytes, bound_by }) = &self.memory {
             let name = format!("{} that can be pinned by {bound_by}", Bytes(*bytes));
             let slack = (bytes / SLACK_DIVISOR).min(RESERVE_MAX_BYTES);
-            most.push((whole_pages(bytes - slack), name));
+            most.push((whole_pages((bytes - slack).saturating_sub(buffers)), name));
         }
         let device = |(name, bytes): &(String, u64)| (*bytes, format!("what {name} registers"));
         most.extend(self.devices.iter().map(device));
         most
     }
 
-    /// An error unless a region of `bytes` keeps to all of them. Before anything is read: a refusal
-    /// after half an hour of loading would be no help.
-    fn hold(&self, bytes: u64) -> Result<(), RailsError> {
-        if let Some((device, max_bytes)) = self.devices.iter().find(|(_, most)| bytes > *most) {
-            let (device, max_bytes) = (device.clone(), *max_bytes);
+    /// An error unless a region of `region_bytes` beside `buffers` keeps to all of them. Before
+    /// anything is read: a refusal after half an hour of loading would be no help.
+    fn hold(&self, region_bytes: u64, buffers: u64) -> Result<(), RailsError> {
+        let over = |(_, most): &&(String, u64)| region_bytes > *most;
+        if let Some((device, max_bytes)) = self.devices.iter().find(over) {
+            let (device, max_bytes, bytes) = (device.clone(), *max_bytes, region_bytes);
             return Err(RailsError::MaxRegion { device, max_bytes, bytes });
         }
+        let bytes = region_bytes.saturating_add(buffers);
+        let pinned_bytes = pinned(region_bytes).saturating_add(buffers);
         let (devices, limit) = (self.devices.len() as u64, self.lock);
         let needed_bytes = bytes.saturating_mul(devices);
         let limited = limit.capability != IpcLock::Granted;
         let over = limited && limit.soft_bytes.is_some_and(|soft| needed_bytes > soft);
-        if over || !limit.allows(pinned(bytes)) {
+        if over || !limit.allows(pinned_bytes) {
             return Err(RailsError::LockLimit { bytes, devices, needed_bytes, limit });
         }
         match &self.memory {
-            Some(Available { bytes: usable_bytes, bound_by }) if pinned(bytes) > *usable_bytes => {
+            Some(Available { bytes: usable_bytes, bound_by }) if pinned_bytes > *usable_bytes => {
                 let (usable_bytes, bound_by) = (*usable_bytes, bound_by.clone());
                 Err(RailsError::Memory { bytes, usable_bytes, bound_by })
             }
@@ -117,34 +126,32 @@ fn whole_pages(bytes: u64) -> u64 {
 
 impl Plan {
     /// Slots for as many records of the layout as `budget` allows; without one, as fit the bounds.
-    /// Where that is not all of them, `buffer_bytes` are pinned and registered beside the region.
     pub(super) fn of(
         layout: &ExpertLayout,
         budget: Option<u64>,
-        buffer_bytes: u64,
         bounds: &Bounds,
     ) -> Result<Self, RailsError> {
         let (slot_bytes, records) = (layout.max_stride(), layout.records());
         let all_bytes = records.saturating_mul(slot_bytes);
         let all = (all_bytes, "nothing".to_owned());
-        let beside = |(bytes, name): (u64, String)| match bytes < all_bytes {
-            true => (bytes.saturating_sub(buffer_bytes), name),
-            false => (bytes, name),
-        };
-        let (most, bound_by) = match budget {
+        let least = |bounds: Vec<(u64, String)>| bounds.into_iter().min_by_key(|(it, _)| *it);
+        let most = match budget {
             Some(budget) if budget < slot_bytes => {
                 return Err(RailsError::Budget { budget, slot_bytes });
             }
-            Some(budget) => [all, (budget, "--dram-budget".into())].into_iter().min(),
-            None => bounds.most().into_iter().map(beside).chain([all]).min_by_key(|it| it.0),
-        }
-        .unwrap_or_default();
+            Some(budget) => least(vec![all, (budget, "--dram-budget".into())]),
+            None => match least(bounds.most(0)).filter(|(bytes, _)| *bytes < all_bytes) {
+                None => Some(all),
+                Some(_) => least(bounds.most(bounds.spill_bytes)),
+            },
+        };
+        let (most, bound_by) = most.unwrap_or_default();
         // At least one: what stands against even that is an error, and `hold` has its words.
         let slots = (most / slot_bytes).clamp(1, records);
-        let bound_by = if slots == records { "nothing".to_owned() } else { bound_by };
+        let spilled = slots < records;
+        let bound_by = if spilled { bound_by } else { "nothing".to_owned() };
         let plan = Self { slot_bytes, slots, records, bound_by };
-        let buffer_bytes = if slots < records { buffer_bytes } else { 0 };
-        bounds.hold(plan.bytes().saturating_add(buffer_bytes))?;
+        bounds.hold(plan.bytes(), if spilled { bounds.spill_bytes } else { 0 })?;
         Ok(plan)
     }
 

@@ -16,7 +16,7 @@ fn unlimited() -> LockLimit {
 fn bounds(lock: LockLimit, memory_bytes: u64) -> Bounds {
     let memory = Some(Available { bytes: memory_bytes, bound_by: "a test".into() });
     let devices = vec![("rxe0".into(), 64 * GIB), ("rxe1".into(), 48 * GIB)];
-    Bounds { devices, lock, memory }
+    Bounds { devices, lock, memory, spill_bytes: 0 }
 }
 
 /// Eight records, slots of 1 MiB and some.
@@ -26,7 +26,7 @@ fn layout() -> ExpertLayout {
 }
 
 fn slots(budget: Option<u64>, bounds: &Bounds) -> Result<(u64, String), String> {
-    let plan = Plan::of(&layout(), budget, 0, bounds).map_err(|error| error.to_string())?;
+    let plan = Plan::of(&layout(), budget, bounds).map_err(|error| error.to_string())?;
     assert_eq!(plan.spill(Transfer::Push).is_some(), plan.slots < 8);
     Ok((plan.slots, plan.bound_by))
 }
@@ -40,9 +40,9 @@ fn without_a_budget_all_records_are_held_or_as_many_as_fit() {
     assert_eq!(count, 3);
     assert!(why.contains("that can be pinned by a test"), "{why}");
     // Once for each of two devices.
-    let limited = lock(Some(4 * slot), IpcLock::Absent);
+    let limited = lock(Some(12 * MIB), IpcLock::Absent);
     let (count, why) = slots(None, &bounds(limited, GIB)).unwrap();
-    assert_eq!(count, 2);
+    assert_eq!(count, 5);
     assert!(why.contains("locked-memory limit") && why.contains("2 devices"), "{why}");
     let lifted = lock(Some(4 * slot), IpcLock::Granted);
     assert_eq!(slots(None, &bounds(lifted, GIB)).unwrap().0, 8);
@@ -50,19 +50,6 @@ fn without_a_budget_all_records_are_held_or_as_many_as_fit() {
     small.devices[1].1 = 5 * slot;
     let (count, why) = slots(None, &small).unwrap();
     assert_eq!((count, why.as_str()), (5, "what rxe1 registers"));
-}
-
-#[test]
-fn what_sends_the_rest_has_its_memory_beside_the_region() {
-    let slot = layout().max_stride();
-    let slots = |buffers, memory| {
-        let plan = Plan::of(&layout(), None, buffers, &bounds(unlimited(), memory)).unwrap();
-        plan.slots
-    };
-    assert_eq!(slots(2 * slot, GIB), 8, "nothing is sent where all are held");
-    assert!(slots(2 * slot, 7 * MIB) < slots(0, 7 * MIB));
-    let tight = bounds(unlimited(), 4 * slot);
-    Plan::of(&layout(), Some(2 * slot), 4 * slot, &tight).expect_err("with its buffers too much");
 }
 
 #[test]
@@ -93,7 +80,7 @@ fn a_budget_is_kept_to_and_one_that_does_not_fit_is_an_error() {
 
 #[test]
 fn locked_memory_is_needed_once_for_each_device() {
-    let hold = |bytes, lock| bounds(lock, 100 * GIB).hold(bytes);
+    let hold = |bytes, lock| bounds(lock, 100 * GIB).hold(bytes, 0);
     let allowed = lock(Some(20 * GIB), IpcLock::Absent);
     hold(10 * GIB, allowed).expect("twice 10 GiB");
     let error = hold(10 * GIB + 1, allowed).unwrap_err();
@@ -114,11 +101,27 @@ fn locked_memory_is_needed_once_for_each_device() {
 #[test]
 fn a_device_that_registers_less_at_once_is_named() {
     let roomy = bounds(unlimited(), 100 * GIB);
-    roomy.hold(48 * GIB).expect("exactly what it takes");
-    let text = roomy.hold(48 * GIB + 1).unwrap_err().to_string();
+    roomy.hold(48 * GIB, 0).expect("exactly what it takes");
+    let text = roomy.hold(48 * GIB + 1, 0).unwrap_err().to_string();
     for part in ["rxe1", "48 GiB", "--dram-budget", "--rail none"] {
         assert!(text.contains(part), "{part:?} is not in {text}");
     }
+}
+
+#[test]
+fn buffers_for_spilled_records_come_off_where_there_are_any() {
+    let with_buffers = |bounds| Bounds { spill_bytes: 2 * MIB, ..bounds };
+    // All fit, so nothing is spilled and nothing else needed.
+    let enough = with_buffers(bounds(unlimited(), 11 * MIB));
+    assert_eq!(slots(None, &enough), Ok((8, "nothing".into())));
+    let memory = with_buffers(bounds(unlimited(), 9 * MIB));
+    assert_eq!(slots(None, &memory).unwrap().0, 5);
+    let locked = with_buffers(bounds(lock(Some(12 * MIB), IpcLock::Absent), GIB));
+    assert_eq!(slots(None, &locked).unwrap().0, 3);
+    let slot = layout().max_stride();
+    assert_eq!(slots(Some(3 * slot), &locked).unwrap().0, 3);
+    let error = slots(Some(4 * slot), &locked).unwrap_err();
+    assert!(error.contains("--dram-budget") && error.contains("12.1 MiB"), "{error}");
 }
 
 #[test]

@@ -126,7 +126,10 @@ pub enum RailsError {
         bytes: u64,
     },
     /// The region's memory could not be pinned.
-    #[error("the memory for the published records: {source}; --rail none serves over TCP alone")]
+    #[error(
+        "the memory for the published records: {source}; lower --dram-budget, or serve over TCP \
+         alone with --rail none"
+    )]
     Pin {
         /// Why not.
         source: PinError,
@@ -197,9 +200,9 @@ impl Published {
         let most = |device: &Served| {
             (device.context.name().to_owned(), device.context.limits().max_mr_size)
         };
-        let bounds = Bounds::current(served.iter().map(most).collect());
+        let bounds = Bounds::current(served.iter().map(most).collect(), wish.push.locked_bytes());
         let layout = store.manifest().layout();
-        let plan = Plan::of(layout, wish.dram_budget, wish.push.locked_bytes(), &bounds)?;
+        let plan = Plan::of(layout, wish.dram_budget, &bounds)?;
         let records = plan.first_records(profile.as_deref());
         let all: Vec<ExpertKey> = layout.keys().collect();
         let keys: Vec<_> = records.iter().map(|&record| all[record]).collect();

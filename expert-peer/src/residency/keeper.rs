@@ -26,8 +26,8 @@ use super::reports::Reports;
 use super::{Residency, ResidencyOptions};
 use crate::ledger::Ledger;
 
-/// Records that are looked at for damage in a round: each costs a read of its own.
-const CHECKS_PER_ROUND: usize = 8;
+/// Records that are looked at for damage, per second and at once: each costs a read of its own.
+const CHECKS_PER_S: f64 = 8.0;
 /// A record that was looked at is not looked at again for so long, whatever clients say.
 const LOOK_AGAIN: Duration = Duration::from_secs(10);
 /// The generation of the first table.
@@ -57,6 +57,8 @@ pub(crate) struct Keeper {
     policy: Policy,
     /// Time of all rounds so far.
     clock: Duration,
+    /// Records that may be looked at for damage now.
+    checks: f64,
     /// When records were looked at for damage.
     looked_at: HashMap<usize, Duration>,
     /// Moves that did not wait for every client.
@@ -110,6 +112,7 @@ impl Keeper {
             places,
             policy: Policy::new(sizes, options.promote_bytes_per_s),
             clock: Duration::ZERO,
+            checks: CHECKS_PER_S,
             looked_at: HashMap::new(),
             late: 0,
         };
@@ -150,6 +153,7 @@ impl Keeper {
         stopped: &impl Fn() -> bool,
     ) -> Result<(), TableError> {
         self.clock += elapsed;
+        self.checks = (self.checks + elapsed.as_secs_f64() * CHECKS_PER_S).min(CHECKS_PER_S);
         let repairs = self.look_at_reports(store);
         self.carry_out(store, &repairs, stopped)?;
         let ledger = Arc::clone(&self.shared.ledger);
@@ -177,12 +181,15 @@ impl Keeper {
             self.shared.demotions.fetch_add(gone.len() as u64, Ordering::Relaxed);
             counter!("metrale_peer_demotions_total").increment(gone.len() as u64);
             let behind = self.shared.live.wait_acknowledged(generation, self.options.move_ack);
-            if behind > 0 {
+            self.late += u64::from(behind > 0);
+            // One that never follows would say so with every move.
+            if behind > 0 && self.late.is_power_of_two() {
                 tracing::info!(
                     clients = behind,
                     generation,
+                    so_far = self.late,
                     move_ack_ms = self.options.move_ack.as_millis(),
-                    "clients have not acknowledged a table in time; they may read slots anew"
+                    "clients have not acknowledged a table in time; they may fetch records anew"
                 );
             }
         }
@@ -246,11 +253,12 @@ impl Keeper {
         check.finish()
     }
 
-    /// Looks at the records that clients have got damaged, a few a round; says what to repair.
+    /// Looks at the records that clients have got damaged, a few at a time; says what to repair.
     fn look_at_reports(&mut self, store: &ExpertStore) -> Vec<Move> {
         let now = self.clock;
         self.looked_at.retain(|_, then| now.saturating_sub(*then) < LOOK_AGAIN);
-        let reported = self.shared.reports.take(CHECKS_PER_ROUND);
+        let reported = self.shared.reports.take(self.checks as usize);
+        self.checks -= reported.len() as f64;
         let mut repairs = Vec::new();
         for key in reported {
             let Some(record) = self.shared.ledger.number(key) else { continue };
