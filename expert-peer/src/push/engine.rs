@@ -6,6 +6,7 @@
 //! only then.
 
 use std::collections::{BTreeMap, HashMap};
+use std::ops::Bound;
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
@@ -162,9 +163,9 @@ impl Engine {
 
     fn look_at_lanes(&mut self, room: &mut Room) -> bool {
         let mut busy = false;
-        let ids: Vec<_> = self.lanes.keys().copied().collect();
-        for id in ids {
-            let Some(lane) = self.lanes.get_mut(&id) else { continue };
+        let mut after = Bound::Unbounded;
+        while let Some((&id, lane)) = self.lanes.range_mut((after, Bound::Unbounded)).next() {
+            after = Bound::Excluded(id);
             let looked = lane.look(&mut room.completions, &mut room.found);
             // What had ended before a failure has ended.
             for carried in room.found.ended.drain(..) {
