@@ -127,6 +127,11 @@ struct PushArgs {
     #[arg(long, value_name = "MS", default_value_t = 1000,
         value_parser = clap::value_parser!(u64).range(1..=600_000))]
     push_deadline_ms: u64,
+    /// Longest time in which something of what is sent must arrive: three times what the device waits
+    /// for an acknowledgement, unless told
+    #[arg(long, value_name = "MS", default_value_t = 2000,
+        value_parser = clap::value_parser!(u64).range(1..=600_000))]
+    push_stall_ms: u64,
     /// Longest time in which a client must READ what was staged for it
     #[arg(long, value_name = "MS", default_value_t = 5000,
         value_parser = clap::value_parser!(u64).range(1..=600_000))]
@@ -143,6 +148,7 @@ impl PushArgs {
             reads: self.push_reads,
             pinned: self.push_pinned.0,
             deadline: Duration::from_millis(self.push_deadline_ms),
+            stall: Duration::from_millis(self.push_stall_ms),
             lease: Duration::from_millis(self.stage_lease_ms),
         }
     }

@@ -1,4 +1,4 @@
-//! A client that asks for spilled records by hand, on rail 0.
+//! A client that asks for spilled records by hand, on one rail.
 
 use std::net::Ipv4Addr;
 use std::ops::Range;
@@ -12,18 +12,19 @@ use expert_tier::testing::TestStore;
 use expert_tier::wire::frame::FrameType;
 use gpu_sys::verbs::{
     self, Access, CompletionQueue, Completions, Destination, MemoryRegion, Post, PreparedQueuePair,
-    QueuePair, QueuePairOptions, RemoteAccess, RemoteEnd, Signal,
+    QueuePair, QueuePairOptions, Remote, RemoteAccess, RemoteEnd, Signal, WorkError,
 };
 use railset::facts::{Gid, Mtu};
 use railset::message::{
     Connect, ConnectRail, Connected, Offer, Psn, Qpn, QueuePairEnd, Request, SpillTerms, TableAck,
 };
-use railset::push::{Fetch, PushRequest, RECEIPT_BYTES, Receipt, Window};
+use railset::push::{Fetch, PushRequest, PushStatus, RECEIPT_BYTES, Receipt, Window};
 use railset::table::{SPILLED, Table};
 
-use crate::peer_support::BOUND;
 use crate::peer_support::process::Peer;
 use crate::peer_support::raw::Raw;
+use crate::peer_support::scripted::record;
+use crate::peer_support::{BOUND, wait_until};
 use crate::verbs_support::{Block, End, Pages, local_end, pages};
 
 /// Bytes of the client's memory; room for any range that is asked for.
@@ -74,13 +75,18 @@ fn ours(prepared: &PreparedQueuePair<Block>, psn: u32) -> QueuePairEnd {
 }
 
 impl Client {
-    /// Connects as client `number`.
+    /// Connects as client `number`, on rail 0.
     pub(crate) fn connect(peer: &Peer, manifest: &Manifest, number: u8) -> Self {
+        Self::on_rail(peer, manifest, number, 0)
+    }
+
+    /// Connects as client `number`, on the peer's rail `rail`.
+    pub(crate) fn on_rail(peer: &Peer, manifest: &Manifest, number: u8, rail: u8) -> Self {
         let mut raw = Raw::attached(&peer.address(), number, manifest);
         raw.send_frame(FrameType::RailsRequest, &Request.encode());
         let offer = Offer::decode(&raw.read().expect("an offer").1).unwrap();
         let terms = offer.spill.expect("a peer that spills");
-        let end = End::open("rxe0");
+        let end = End::open(&format!("rxe{rail}"));
         let credits = u32::from(terms.credits);
         let sends = CompletionQueue::new(end.context(), 4 * credits + 1).unwrap();
         let receives = CompletionQueue::new(end.context(), credits).unwrap();
@@ -89,8 +95,8 @@ impl Client {
         let reads = prepare(QueuePairOptions { send_wr: 1, ..options(0, RemoteAccess::None) });
         let push = prepare(options(credits, RemoteAccess::Write));
         let queue_pairs = vec![ours(&reads, 7), ours(&push, 0xff_fff0)];
-        let rail = ConnectRail {
-            index: 0,
+        let connect = ConnectRail {
+            index: rail,
             node_guid: u64::from(number) + 0x1234,
             port: 1,
             gid: Gid(end.gid()),
@@ -100,7 +106,7 @@ impl Client {
             queue_pairs: queue_pairs.clone(),
             push: true,
         };
-        raw.send_frame(FrameType::RailsConnect, &Connect { rails: vec![rail] }.encode());
+        raw.send_frame(FrameType::RailsConnect, &Connect { rails: vec![connect] }.encode());
         let (header, body) = raw.read().expect("an answer");
         assert_eq!(header.frame, FrameType::RailsConnected, "{:?}", String::from_utf8_lossy(&body));
         let connected = Connected::decode(&body).unwrap();
@@ -111,7 +117,7 @@ impl Client {
                 queue_pair: theirs[at].qpn.value(),
                 psn: verbs::Psn::new(theirs[at].psn.value()),
                 destination: Destination::Ethernet {
-                    gid: Ipv4Addr::new(10, 1, 0, 2).to_ipv6_mapped().octets(),
+                    gid: Ipv4Addr::new(10, rail + 1, 0, 2).to_ipv6_mapped().octets(),
                 },
                 mtu: verbs::Mtu::from_wire(connected.rails[0].mtu.wire()).unwrap(),
                 max_dest_rd_atomic: connected.rails[0].depth,
@@ -186,7 +192,7 @@ impl Client {
         }
         let mut receipt = None;
         for completion in found.iter() {
-            let read = |it: Result<verbs::Received<'_>, verbs::WorkError>| {
+            let read = |it: Result<verbs::Received<'_>, WorkError>| {
                 receipt = it.ok().map(|it| Receipt::decode(it.message).expect("a receipt"));
             };
             self.queue_pair.receive(&completion, read).unwrap();
@@ -210,8 +216,56 @@ impl Client {
         (receipt, self.mine.bytes(0, receipt.bytes as usize))
     }
 
+    /// READs what is staged.
+    pub(crate) fn read(&mut self, staged: Window, bytes: usize) -> Result<Vec<u8>, WorkError> {
+        let pages: Arc<Pages> = Arc::clone(&self.mine);
+        let region =
+            MemoryRegion::register(&self.end.domain, pages, 0..bytes, Access::LocalWrite).unwrap();
+        let Window { address, rkey } = staged;
+        let block = Block::new(&self.mine, 0, bytes);
+        let read = Post::read(block, &region, Remote { address, rkey }, Signal::Yes).unwrap();
+        self.queue_pair.post(&mut vec![read]).unwrap();
+        let mut found = Completions::with_room(16);
+        let started = Instant::now();
+        let mut ended = Ok(());
+        while self.queue_pair.in_flight() > 0 {
+            assert!(started.elapsed() < BOUND, "a READ that does not end");
+            self.sends.poll(&mut found).unwrap();
+            for completion in found.iter() {
+                let keep = |_, outcome| ended = ended.and(outcome);
+                self.queue_pair.settle(&completion, keep).unwrap();
+            }
+        }
+        ended.map(|()| self.mine.bytes(0, bytes))
+    }
+
+    /// Gives back what is staged for request `id`.
+    pub(crate) fn release(&mut self, id: u64) {
+        let (message, length) = PushRequest::Release { id }.encode();
+        self.send(&message[..length]);
+    }
+
     /// Waits until the peer has ended the connection.
     pub(crate) fn expect_end(&mut self) {
         self.raw.rest();
     }
+}
+
+/// Fails unless a new client gets every spilled record's first bytes through, so that every buffer
+/// must have come back; then its queue pairs go.
+pub(crate) fn still_serves(peer: &Peer, store: &TestStore) {
+    let mut client = Client::connect(peer, store.open().manifest(), 99);
+    for key in client.spilled() {
+        let bytes = 50_000;
+        let (receipt, got) = client.ask(key, 0, bytes);
+        assert_eq!(receipt.status, PushStatus::Done, "{key}");
+        assert!(got == record(store, key)[..bytes as usize], "{key} is wrong");
+    }
+    drop(client);
+    still_ends(peer);
+}
+
+/// Fails unless the peer soon has no queue pair any more.
+pub(crate) fn still_ends(peer: &Peer) {
+    wait_until("the end of every queue pair", || peer.status().queue_pairs == 0);
 }

@@ -9,5 +9,12 @@ mod peer_support;
 #[path = "../../gpu-sys/tests/verbs_support/mod.rs"]
 mod verbs_support;
 
+#[path = "../verbs_faults/cables.rs"]
+#[allow(dead_code, reason = "these tests use a part of it")]
+mod cables;
 mod client;
+mod fair;
+mod faults;
+mod hostile;
 mod right;
+mod stage;

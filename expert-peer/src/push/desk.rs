@@ -23,6 +23,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
+use expert_tier::key::ExpertKey;
 use railset::push::{Fetch, PushStatus, Receipt, Window};
 
 use super::place::Place;
@@ -87,8 +88,8 @@ pub(super) enum Breach {
 /// What has taken too long.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Overdue {
-    /// A request, which ends with this receipt.
-    Request(LaneId, Receipt),
+    /// A request for a record, which ends with this receipt.
+    Request(LaneId, ExpertKey, Receipt),
     /// The lease of what was staged for a request.
     Lease(LaneId, u64),
 }
@@ -290,7 +291,7 @@ impl Desk {
             while let Some(request) = lane.requests.pop_front_if(late) {
                 let kept = request.reading > 0;
                 let status = if kept { PushStatus::Unreadable } else { PushStatus::Busy };
-                each(Overdue::Request(id, request.ended(status)));
+                each(Overdue::Request(id, request.place.key, request.ended(status)));
             }
             while let Some((staged, _)) = lane.staged.pop_front_if(|(_, until)| now >= *until) {
                 each(Overdue::Lease(id, staged));

@@ -172,9 +172,9 @@ fn a_request_that_waits_finds_the_peer_busy_and_one_that_the_disk_keeps_is_unrea
     let kept = desk.next_chunk().unwrap();
     assert_eq!(desk.next_deadline(), Some(now + DEADLINE));
     assert_eq!(expired(&mut desk, now + DEADLINE - Duration::from_millis(1)), []);
-    let unreadable = Overdue::Request(A, receipt(1, PushStatus::Unreadable, 0));
+    let unreadable = Overdue::Request(A, place().key, receipt(1, PushStatus::Unreadable, 0));
     assert_eq!(expired(&mut desk, now + DEADLINE), [unreadable]);
-    let busy = Overdue::Request(B, receipt(2, PushStatus::Busy, 0));
+    let busy = Overdue::Request(B, place().key, receipt(2, PushStatus::Busy, 0));
     assert_eq!(expired(&mut desk, now + DEADLINE * 2), [busy]);
     // The read is the disk's still, and its buffer.
     take(&mut desk, B, fetch(3, 0, PAGE), now);

@@ -6,6 +6,7 @@
 //! only then.
 
 use std::collections::{BTreeMap, HashMap};
+use std::ops::Bound;
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
@@ -47,6 +48,8 @@ pub(super) struct Engine {
     pub(super) spill: Spill,
     pub(super) desk: Desk,
     pub(super) terms: SpillTerms,
+    pub(super) deadline: Duration,
+    pub(super) stall: Duration,
     pub(super) manifest: Arc<Manifest>,
     pub(super) ledger: Arc<Ledger>,
     /// Of each device.
@@ -146,9 +149,11 @@ impl Engine {
             let device = self.lanes.get(&chunk.lane).map_or(0, |lane| lane.device);
             self.spill.start(chunk, device);
         }
-        let Self { lanes, spill, .. } = self;
+        let Self { lanes, spill, stall, .. } = self;
+        let stall = *stall;
         for (&id, lane) in lanes {
-            if let Err(end) = lane.flush(spill.region(lane.device)) {
+            let flushed = lane.flush(spill.region(lane.device), now);
+            if let Err(end) = flushed.and_then(|()| lane.check_stall(now, stall)) {
                 room.ends.push((id, end));
             }
         }
@@ -162,9 +167,9 @@ impl Engine {
 
     fn look_at_lanes(&mut self, room: &mut Room) -> bool {
         let mut busy = false;
-        let ids: Vec<_> = self.lanes.keys().copied().collect();
-        for id in ids {
-            let Some(lane) = self.lanes.get_mut(&id) else { continue };
+        let mut after = Bound::Unbounded;
+        while let Some((&id, lane)) = self.lanes.range_mut((after, Bound::Unbounded)).next() {
+            after = Bound::Excluded(id);
             let looked = lane.look(&mut room.completions, &mut room.found);
             // What had ended before a failure has ended.
             for carried in room.found.ended.drain(..) {
@@ -281,9 +286,17 @@ impl Engine {
             return;
         }
         let mut leases = Vec::new();
-        let lanes = &mut self.lanes;
+        let (deadline, stats, lanes) = (self.deadline, &self.stats, &mut self.lanes);
         self.desk.expire(now, |overdue| match overdue {
-            Overdue::Request(id, receipt) => {
+            Overdue::Request(id, key, receipt) => {
+                if receipt.status == PushStatus::Unreadable {
+                    stats.unreadable();
+                    let error = format!(
+                        "the disk has not given it within {deadline:?}, which \
+                        --push-deadline-ms bounds"
+                    );
+                    tracing::error!(%key, error, "a spilled record could not be read");
+                }
                 let lane = lanes.get_mut(&id);
                 lane.into_iter().for_each(|lane| lane.receipt(receipt));
             }
@@ -328,8 +341,9 @@ impl Engine {
 
     /// Waits until there may be something to do.
     fn wait(&mut self) {
-        let left =
-            self.desk.next_deadline().map(|due| due.saturating_duration_since(Instant::now()));
+        let stalls = self.lanes.values().filter_map(|lane| lane.stalls_at(self.stall));
+        let due = stalls.chain(self.desk.next_deadline()).min();
+        let left = due.map(|due| due.saturating_duration_since(Instant::now()));
         let timeout = Timespec::try_from(left.unwrap_or(MOST_WAIT).min(MOST_WAIT)).ok();
         let mut fds = vec![PollFd::new(&self.bell, PollFlags::IN)];
         fds.extend(self.channels.iter().map(|channel| PollFd::new(channel, PollFlags::IN)));

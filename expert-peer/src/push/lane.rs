@@ -9,6 +9,7 @@
 use std::collections::VecDeque;
 use std::net::TcpStream;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use gpu_sys::verbs::{
     CompletionQueue, Completions, MemoryRegion, Post, PostError, QueuePair, QueuePairOptions,
@@ -42,6 +43,8 @@ pub(super) enum LaneEnd {
     Breach(#[from] Breach),
     #[error("the client sent what is no request: {0}")]
     Decode(#[from] DecodeError),
+    #[error("nothing that was sent has arrived for {} ms, which --push-stall-ms bounds", .0.as_millis())]
+    Stalled(Duration),
     #[error("a request to the device ended as {0}")]
     Work(#[from] WorkError),
     #[error("{0}")]
@@ -70,6 +73,8 @@ pub(super) struct Lane {
     /// Receipts in the outbox.
     unsent: usize,
     batch: Vec<Post<Carried>>,
+    /// When what is in flight was last seen to move.
+    moved: Instant,
     /// Whether its completion queue wakes the channel.
     armed: bool,
 }
@@ -110,8 +115,17 @@ impl Lane {
         device: usize,
         socket: TcpStream,
     ) -> Self {
-        let (outbox, batch) = (VecDeque::new(), Vec::new());
-        Self { queue_pair, queue, device, socket, outbox, unsent: 0, batch, armed: false }
+        Self {
+            queue_pair,
+            queue,
+            device,
+            socket,
+            outbox: VecDeque::new(),
+            unsent: 0,
+            batch: Vec::new(),
+            moved: Instant::now(),
+            armed: false,
+        }
     }
 
     /// Receipts that have not left.
@@ -126,6 +140,9 @@ impl Lane {
         found: &mut Found,
     ) -> Result<usize, LaneEnd> {
         let count = self.queue.poll(room)?;
+        if count > 0 {
+            self.moved = Instant::now();
+        }
         let mut end = Ok(());
         for completion in room.iter() {
             if completion.is_receive() {
@@ -166,7 +183,11 @@ impl Lane {
     }
 
     /// Posts what there is room for, with one doorbell. `region` covers every slot.
-    pub(super) fn flush(&mut self, region: Option<&MemoryRegion>) -> Result<(), LaneEnd> {
+    pub(super) fn flush(
+        &mut self,
+        region: Option<&MemoryRegion>,
+        now: Instant,
+    ) -> Result<(), LaneEnd> {
         while self.batch.len() < self.queue_pair.room() {
             let Some(out) = self.outbox.pop_front() else { break };
             // A receipt right behind reports for both.
@@ -178,9 +199,26 @@ impl Lane {
             self.batch.push(post(out, region, signal)?);
         }
         if !self.batch.is_empty() {
+            if self.queue_pair.in_flight() == 0 {
+                self.moved = now;
+            }
             self.queue_pair.post(&mut self.batch)?;
         }
         Ok(())
+    }
+
+    /// When the lane has stalled, unless something moves before.
+    pub(super) fn stalls_at(&self, stall: Duration) -> Option<Instant> {
+        (self.queue_pair.in_flight() > 0).then(|| self.moved + stall)
+    }
+
+    /// Fails where nothing has moved for `stall`: the device would try for longer, and the buffers
+    /// are needed.
+    pub(super) fn check_stall(&self, now: Instant, stall: Duration) -> Result<(), LaneEnd> {
+        match self.stalls_at(stall) {
+            Some(due) if now >= due => Err(LaneEnd::Stalled(stall)),
+            _ => Ok(()),
+        }
     }
 
     /// Lets the next completion wake the channel, unless it would anyway.

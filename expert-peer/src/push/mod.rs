@@ -119,6 +119,8 @@ impl PushEngine {
             desk: Desk::new(Engine::limits(terms, &spill, options)),
             spill,
             terms,
+            deadline: options.deadline,
+            stall: options.stall,
             manifest: Arc::clone(store.manifest()),
             ledger: Arc::clone(ledger),
             channels: channels.clone(),

@@ -36,6 +36,8 @@ pub struct PushOptions {
     pub pinned: u64,
     /// Longest time of a request until its last byte is read.
     pub deadline: Duration,
+    /// Longest time in which something of what is sent to a client must arrive.
+    pub stall: Duration,
     /// Longest time in which a client must READ what was staged for it.
     pub lease: Duration,
 }
@@ -49,6 +51,7 @@ impl Default for PushOptions {
             reads: 32,
             pinned: 64 << 20,
             deadline: Duration::from_secs(1),
+            stall: Duration::from_secs(2),
             lease: Duration::from_secs(5),
         }
     }
