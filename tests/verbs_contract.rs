@@ -35,9 +35,10 @@ fn make_with(
     let args = [&["--rail", "rxe0p", "--rail", "rxe1p"], more].concat();
     let peer = Peer::start_with(&store.path(), &args, Some(&secret));
     let secret = Some(Secret::read(&secret).expect("long enough"));
-    // The guest is slow; otherwise the defaults, as users run it.
-    let connect = Duration::from_secs(10);
-    let mut options = VerbsOptions { secret, connect, ..VerbsOptions::new(peer.address()) };
+    // The guest is slow, also to start a peer again; otherwise the defaults, as users run it.
+    let (connect, deadline) = (Duration::from_secs(10), Duration::from_secs(5));
+    let mut options =
+        VerbsOptions { secret, connect, deadline, ..VerbsOptions::new(peer.address()) };
     change(&mut options);
     let tier = VerbsTier::connect(options).expect("a peer with rails");
     Backed::keeping(peer, store, tier).when_changed(|peer, store| {

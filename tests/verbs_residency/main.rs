@@ -12,6 +12,7 @@ mod peer_support;
 mod verbs_support;
 
 mod client;
+mod real_client;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -129,6 +129,10 @@ impl Desk {
         self.reconnects.load(Ordering::Relaxed)
     }
 
+    pub(super) fn mismatches(&self) -> u64 {
+        self.rejections.load(Ordering::Relaxed)
+    }
+
     pub(super) fn in_flight(&self) -> usize {
         self.in_flight.load(Ordering::Relaxed)
     }

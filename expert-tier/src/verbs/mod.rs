@@ -266,6 +266,12 @@ impl VerbsTier {
         self.desk.reconnects()
     }
 
+    /// How often what came for a record was not the record.
+    #[must_use]
+    pub fn mismatches(&self) -> u64 {
+        self.desk.mismatches()
+    }
+
     /// Rails that carry traffic now.
     #[must_use]
     pub fn rails_up(&self) -> usize {
