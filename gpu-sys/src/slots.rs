@@ -5,6 +5,7 @@
 //! that reads them meanwhile gets a mixture; nothing of what it does changes them, since the memory
 //! can be registered for reading alone ([`SlotMemory`]).
 
+#[cfg(metrale_rdma_verbs)]
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -96,13 +97,15 @@ impl PinnedSlot {
     }
 }
 
-/// Bytes of a slot that are written to a peer from; the slot is nobody's else meanwhile.
+/// Bytes of a slot that are written to a peer from; the slot is nobody else's meanwhile.
+#[cfg(metrale_rdma_verbs)]
 #[derive(Debug)]
 pub struct SlotPart {
     slot: PinnedSlot,
     range: Range<usize>,
 }
 
+#[cfg(metrale_rdma_verbs)]
 impl PinnedSlot {
     /// Lets `range` of it be sent; a range that does not lie in the slot is cut to what does.
     #[must_use]
@@ -112,6 +115,7 @@ impl PinnedSlot {
     }
 }
 
+#[cfg(metrale_rdma_verbs)]
 impl SlotPart {
     /// The slot, when nothing is sent from it any more.
     #[must_use]
