@@ -6,6 +6,7 @@ use gpu_sys::verbs::fake;
 use railset::choose::{Address, Choice, Explanation, RailSpec, Routed, Wish};
 use railset::facts::{Gid, LinkLayer, Mtu};
 use railset::handshake::BringUp;
+use railset::handshake::client::Create;
 use railset::message::{OfferedRail, Psn, Qpn, QueuePairEnd};
 use railset::pairing::RailPair;
 use railset::table::{Column, LayerShape, LayerTable, Table};
@@ -143,7 +144,8 @@ impl Bench {
 fn rail(desk: &Desk, device: &str, slot: usize) -> Rail {
     let spec = spec(device, slot as u8 + 1);
     let (known, number) = (desk.devices.device(device).expect("a fake one"), desk.next_rail());
-    let prepared = PreparedRail::new(&spec, known, 2, 64).expect("queue pairs");
+    let create = Create { rail: 0, local: spec.clone(), queue_pairs: 2, push: None };
+    let prepared = PreparedRail::new(&create, known, 64).expect("queue pairs");
     let end = |qpn| QueuePairEnd { qpn: Qpn::new(qpn).expect("one"), psn: Psn::from_random(1) };
     let up = BringUp {
         index: 0,

@@ -209,8 +209,8 @@ fn number(device: &str) -> c_int {
     if device == "fake0" { 1 } else { 2 }
 }
 
-/// A completion as the device would write it.
 /// A device of the fake, open.
+#[cfg(test)]
 pub(crate) fn device() -> Arc<super::Context> {
     library(Path::new("/absent")).open_device("fake0").unwrap()
 }
