@@ -20,10 +20,18 @@ fn make_with<T>(
     change: impl FnOnce(&mut TcpOptions),
     wrap: impl FnOnce(TcpTier) -> T,
 ) -> Backed<T, Peer> {
-    let store = TestStore::mixed(1);
+    make_over(TestStore::mixed(1), &[], change, wrap)
+}
+
+fn make_over<T>(
+    store: TestStore,
+    args: &[&str],
+    change: impl FnOnce(&mut TcpOptions),
+    wrap: impl FnOnce(TcpTier) -> T,
+) -> Backed<T, Peer> {
     let secret: PathBuf = store.scratch().join("secret");
     std::fs::write(&secret, "the secret of the contract's tests\n").expect("a file of ours");
-    let peer = Peer::start_with(&store.path(), &[], Some(&secret));
+    let peer = Peer::start_with(&store.path(), args, Some(&secret));
     let secret = Some(Secret::read(&secret).expect("long enough"));
     let mut options = TcpOptions { secret, ..TcpOptions::new(peer.address()) };
     change(&mut options);
@@ -41,6 +49,23 @@ mod tcp_over_four_streams {
 
 mod tcp_checked_while_more_arrives {
     expert_tier::contract_suite!(|| super::make_with(|o| o.check_threads = 2, |tier| tier));
+}
+
+#[cfg(metrale_rdma_verbs)]
+mod tcp_past_the_page_cache {
+    use std::path::Path;
+
+    use super::*;
+
+    fn make() -> Backed<TcpTier, Peer> {
+        // The target directory's file system usually has direct reads; /tmp often has none.
+        let place = Path::new(env!("CARGO_TARGET_TMPDIR"));
+        let store = TestStore::new_in(place, 3, 8, &[5_000, 700_001, 524_288], 1);
+        let args = ["--rail", "none", "--spill-source", "direct"];
+        make_over(store, &args, |_| (), |tier| tier)
+    }
+
+    expert_tier::contract_suite!(make);
 }
 
 mod tcp_before_a_local_way {

@@ -100,7 +100,8 @@ pub enum FetchError {
     },
     /// The peer does not hold the record in memory, so it cannot be read.
     #[error(
-        "{key} from {peer}: not in the peer's memory; raise the peer's locked-memory limit, or use --expert-backend rdma"
+        "{key} from {peer}: not in the peer's memory, and the peer sends nothing over RDMA from its disk; \
+         --expert-backend rdma reaches it over TCP"
     )]
     NotResident {
         /// The record.

@@ -14,5 +14,6 @@ mod peer_support;
 mod verbs_support;
 
 mod answers;
+mod large;
 mod pusher;
 mod revocation;
