@@ -127,7 +127,7 @@ pub(crate) fn connect(options: VerbsOptions) -> VerbsTier {
 
 /// Looks after the rails until something flies, and says how much.
 pub(crate) fn wait_flying(tier: &VerbsTier) -> usize {
-    wait_for("READs in flight", || Some(tier.reads_in_flight()).filter(|&flying| flying > 0))
+    wait_for("READs in flight", || Some(tier.parts_in_flight()).filter(|&flying| flying > 0))
 }
 
 /// Takes `count` completions: each right, or an error that passes. Says how many were right.

@@ -31,9 +31,9 @@ fn break_rails(
         submit(tier, &arena, &keys, &queue);
         let first = take_all(tier, &queue, 1 + round, store);
         wait_flying(tier);
-        let flying = tier.reads_in_flight();
+        let flying = tier.parts_in_flight();
         let broken = fault();
-        let after = tier.reads_in_flight();
+        let after = tier.parts_in_flight();
         let right = first + take_all(tier, &queue, keys.len() - 1 - round, store);
         println!(
             "round {round}: {flying} READs flew before the cut, {after} after it; {right} of {} right",
@@ -45,7 +45,7 @@ fn break_rails(
         fetch_until_right(tier, &arena, store, keys[0]);
         wait_until("all slots back", || arena.free_slots() == keys.len());
         wait_until("a healthy backend", || tier.healthy());
-        assert_eq!(tier.reads_in_flight(), 0);
+        assert_eq!(tier.parts_in_flight(), 0);
     }
     println!("{overlaps} of {rounds} cuts hit READs in flight; {} reconnects", tier.reconnects());
     assert!(overlaps > 0);
@@ -146,7 +146,7 @@ fn a_peer_killed_with_reads_in_flight_costs_nothing_that_is_not_said() {
         submit(&tier, &arena, &keys, &queue);
         let first = take_all(&tier, &queue, 1 + round, &store);
         wait_flying(&tier);
-        let flying = tier.reads_in_flight();
+        let flying = tier.parts_in_flight();
         peer.kill();
         let right = first + take_all(&tier, &queue, keys.len() - 1 - round, &store);
         println!("round {round}: {flying} READs flew at the kill; {right} of {} right", keys.len());

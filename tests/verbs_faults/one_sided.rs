@@ -25,8 +25,8 @@ fn one_thread_has_sixteen_reads_in_flight_and_more() {
     let arena = small_arena(keys.len() as u32);
     submit(&tier, &arena, &keys, &queue);
     assert_eq!(take_all(&tier, &queue, keys.len(), &store), keys.len());
-    println!("{} READs in flight at once", tier.most_reads_in_flight());
-    assert!(tier.most_reads_in_flight() >= 16);
+    println!("{} READs in flight at once", tier.most_parts_in_flight());
+    assert!(tier.most_parts_in_flight() >= 16);
 }
 
 /// Context switches of every thread of the peer so far.

@@ -30,8 +30,17 @@ pub(crate) fn start(
     to_client: impl Fn(usize, Frame) -> Vec<u8> + Send + Sync + 'static,
     to_peer: impl Fn(usize, Frame) -> Vec<u8> + Send + Sync + 'static,
 ) -> Scripted {
+    towards(move |_| peer.clone(), to_client, to_peer)
+}
+
+/// A relay to whichever peer `which` says for a connection.
+pub(crate) fn towards(
+    which: impl Fn(usize) -> String + Send + Sync + 'static,
+    to_client: impl Fn(usize, Frame) -> Vec<u8> + Send + Sync + 'static,
+    to_peer: impl Fn(usize, Frame) -> Vec<u8> + Send + Sync + 'static,
+) -> Scripted {
     Scripted::start(move |conn| {
-        let peer = TcpStream::connect(&peer)?;
+        let peer = TcpStream::connect(which(conn.nth))?;
         let client = conn.socket.try_clone()?;
         std::thread::scope(|scope| {
             let (theirs, ours) = (client.try_clone()?, peer.try_clone()?);

@@ -39,13 +39,13 @@ fn reuse_the_slot_of_late_reads(change: impl Fn(&mut VerbsOptions)) -> (usize, u
         let flying = wait_flying(&tier);
         let failure = tier.poll(&queue, BOUND).expect("an end in time").outcome.unwrap_err();
         assert!(matches!(&*failure.error, FetchError::Deadline { .. }), "{failure}");
-        let (free, still) = (arena.free_slots(), tier.reads_in_flight());
+        let (free, still) = (arena.free_slots(), tier.parts_in_flight());
         let handed_back = failure.slot.is_some();
         println!("round {round}: {flying} READs flew, {still} still did at the end; free {free}");
         if still > 0 && !handed_back {
             overlaps += 1;
             // It is free when they have come back, not before; what flew may have come meanwhile.
-            assert!(free == 0 || tier.reads_in_flight() == 0, "free while READs fly");
+            assert!(free == 0 || tier.parts_in_flight() == 0, "free while READs fly");
         }
         drop(failure);
         // Waits for the slot, without a caller that looks after the rails.
@@ -101,13 +101,13 @@ fn a_cancelled_fetch_keeps_its_slot_until_its_reads_have_landed() {
         let ticket = submit(&tier, &arena, &[LATE], &queue)[0];
         wait_flying(&tier);
         tier.cancel(ticket);
-        if tier.reads_in_flight() > 0 {
+        if tier.parts_in_flight() > 0 {
             overlaps += 1;
             assert_eq!(arena.free_slots(), 0, "free while READs fly");
         }
         let outcome = tier.poll(&queue, BOUND).expect("an end in time").outcome;
         assert!(matches!(&*outcome.unwrap_err().error, FetchError::Cancelled { .. }));
-        assert_eq!((arena.free_slots(), tier.reads_in_flight()), (1, 0));
+        assert_eq!((arena.free_slots(), tier.parts_in_flight()), (1, 0));
     }
     println!("{overlaps} of {ROUNDS} requests were cancelled with READs in flight");
     assert!(overlaps > 0);

@@ -65,7 +65,7 @@ fn a_rail_cut_again_and_again_costs_no_fetch_and_comes_back() {
             while Instant::now() < until {
                 tier.drive();
             }
-            let flying = tier.reads_in_flight();
+            let flying = tier.parts_in_flight();
             println!("after {fetched} fetches, {flying} READs in flight: cut");
             (hit, most) = (hit + usize::from(flying > 0), most.max(flying));
             cuts.push(cut(&["10.2.0.2"]));

@@ -111,7 +111,7 @@ fn a_rail_cut_while_the_peer_overwrites_slots_costs_no_fetch() {
         while Instant::now() < until {
             tier.drive();
         }
-        let flying = tier.reads_in_flight();
+        let flying = tier.parts_in_flight();
         println!("after {fetched} fetches, {flying} parts in flight: cut");
         (hit, most) = (hit + usize::from(flying > 0), most.max(flying));
         cuts.push(cut(&["10.2.0.2"]));

@@ -12,9 +12,11 @@ use expert_tier::wire::Status;
 use railset::message::{SpillTerms, Transfer};
 use railset::push::{Fetch, PushStatus, Receipt};
 
-use crate::cables::{connect, keys, one_rail};
+use crate::cables::{RAILS, connect, keys, one_rail};
+use crate::peer_support::process::Peer;
 use crate::peer_support::{assert_right, fetch, fetch_all_right, wait_until};
 use crate::pusher::{self, Pusher, TERMS, done, refused};
+use crate::relay::{self, unchanged};
 
 /// A client of the pusher, which fails a fetch soon.
 fn client(peer: String) -> VerbsTier {
@@ -37,8 +39,8 @@ fn records_that_are_pushed_are_right_whatever_their_size() {
     let arena = ExpertArena::new(&ArenaOptions::with_slabs(slabs)).expect("48 MiB");
     let sources = fetch_all_right(&tier, &arena, &keys, &store, Duration::from_secs(20));
     assert!(sources.iter().all(|source| *source == Source::Push), "{sources:?}");
-    // Four of each, and the largest in three.
-    assert_eq!(seen.requests.load(Ordering::Relaxed), 4 + 4 + 4 * 3);
+    // Four of each, and the largest in four: whole pieces, three beside the header and then four.
+    assert_eq!(seen.requests.load(Ordering::Relaxed), 4 + 4 + 4 * 4);
     assert_eq!((arena.free_slots(), tier.reconnects()), (keys.len(), 0));
 }
 
@@ -183,4 +185,21 @@ fn a_peer_that_dies_between_the_write_and_the_receipt_costs_no_fetch() {
     assert_right(&store, key, &fetch(&tier, &arena, key).expect("from its next life"));
     println!("after {:?}", started.elapsed());
     assert_eq!((arena.free_slots(), tier.reconnects()), (1, 1));
+}
+
+#[test]
+#[ignore = "needs RDMA devices: scripts/test-verbs"]
+fn a_fetch_that_waits_for_a_push_is_read_where_the_peers_next_life_has_everything_in_memory() {
+    let store = TestStore::mixed(87);
+    let (pusher, _) = pusher::start(&store, TERMS, |_, _| anyhow::bail!("it dies"));
+    let peer = Peer::start(&store.path(), &RAILS[..2]);
+    let (first, then) = (pusher.address(), peer.address());
+    let which = move |nth| if nth == 0 { first.clone() } else { then.clone() };
+    let relay = relay::towards(which, |_, frame| unchanged(frame), |_, frame| unchanged(frame));
+    let (tier, arena) = (client(relay.address()), small_arena(1));
+    let (key, started) = (keys(&tier)[13], Instant::now());
+    let fetched = fetch(&tier, &arena, key).expect("from its next life");
+    println!("after {:?}", started.elapsed());
+    assert_right(&store, key, &fetched);
+    assert_eq!(fetched.source, Source::Push, "some of it was asked for");
 }

@@ -10,6 +10,9 @@
 mod cables;
 #[path = "../peer_support/mod.rs"]
 mod peer_support;
+#[path = "../verbs_faults/relay.rs"]
+#[allow(dead_code, reason = "a part of it is used here")]
+mod relay;
 #[path = "../../gpu-sys/tests/verbs_support/mod.rs"]
 mod verbs_support;
 

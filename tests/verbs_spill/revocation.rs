@@ -157,3 +157,29 @@ fn a_cancelled_push_keeps_its_slot_until_the_peer_is_done_with_it() {
     }
     assert_eq!(tier.reconnects(), 0);
 }
+
+#[test]
+#[ignore = "needs RDMA devices: scripts/test-verbs"]
+fn a_receipt_that_is_withheld_costs_a_slot_no_longer_than_a_request_may_take() {
+    let store = Arc::new(TestStore::new(1, 2, &[250_001], 88));
+    let theirs = Arc::clone(&store);
+    // Nothing is said of one record, and everything is well with the other.
+    let (peer, _) = pusher::start(&store, TERMS, move |it, fetch| match fetch.expert {
+        0 => Ok(()),
+        _ => it.push(&theirs, &fetch),
+    });
+    let total = Duration::from_millis(1500);
+    let tier = connect(VerbsOptions { total, ..one_rail(peer.address()) });
+    let (keys, arena) = (keys(&tier), small_arena(2));
+    let queue = expert_tier::tier::CompletionQueue::new();
+    crate::peer_support::submit(&tier, &arena, &keys[..1], &queue);
+    let started = Instant::now();
+    while arena.free_slots() < 2 {
+        assert!(started.elapsed() < BOUND, "the slot is kept");
+        fetch_until_right(&tier, &arena, &store, keys[1]);
+    }
+    println!("the slot was back after {:?}", started.elapsed());
+    let outcome = tier.poll(&queue, BOUND).expect("an end in time").outcome;
+    assert!(matches!(&*outcome.unwrap_err().error, FetchError::Deadline { .. }));
+    assert_eq!(tier.reconnects(), 1);
+}

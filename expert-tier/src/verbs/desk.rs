@@ -12,20 +12,19 @@ use std::time::{Duration, Instant};
 use gpu_sys::pinned::HugePages;
 use railset::choose::RailSpec;
 use railset::handshake::client::Carry;
-use railset::message::Transfer;
 use railset::table::CheckedTable;
 
 use super::call::Call;
 use super::devices::{Device, Devices};
-use super::push::Granted;
-use super::pushes::Order;
+use super::grant::Granted;
+use super::push::PushLane;
 use super::rail::Rail;
 use super::reports::Reports;
 use super::session::{Opened, PROBE_BYTES, Session};
 use super::state::{State, Todo};
 use super::{OpenError, VerbsOptions};
 use crate::account::Accounts;
-use crate::arena::{ArenaOptions, CudaUse, ExpertArena, Gathered, Part, SlabPlan, Slot};
+use crate::arena::{ArenaOptions, CudaUse, ExpertArena, Gathered, SlabPlan, Slot};
 use crate::checker::{Checker, Job};
 use crate::error::{FetchError, FetchFailure};
 use crate::key::ExpertKey;
@@ -47,6 +46,8 @@ pub(super) struct Desk {
     /// READs in flight now, and most at once so far.
     in_flight: AtomicUsize,
     most_in_flight: AtomicUsize,
+    /// Whether all that flies is what the peer was asked for and has not sent.
+    awaits_peer: AtomicBool,
     /// Whether a request waits that nobody has tried to post.
     pub(super) wants_ring: AtomicBool,
     /// Whether a caller looks after the rails at the moment.
@@ -112,6 +113,7 @@ impl Desk {
             bell: Condvar::new(),
             in_flight: AtomicUsize::new(0),
             most_in_flight: AtomicUsize::new(0),
+            awaits_peer: AtomicBool::new(false),
             wants_ring: AtomicBool::new(false),
             driven: AtomicBool::new(false),
             reconnects: AtomicU64::new(0),
@@ -144,6 +146,11 @@ impl Desk {
     /// Whether nothing flies, so that looking at the rails finds nothing.
     pub(super) fn is_idle(&self) -> bool {
         self.in_flight() == 0
+    }
+
+    /// Whether nothing flies but what the peer has yet to send.
+    pub(super) fn awaits_peer(&self) -> bool {
+        self.awaits_peer.load(Ordering::Relaxed)
     }
 
     // ---- requests ----
@@ -217,6 +224,11 @@ impl Desk {
         // that then brings nothing has not been given more than its share.
         if let Some(slowest) = state.rails.iter().map(Rail::bytes_per_s).min_by(f64::total_cmp) {
             rail.assume_at_most(slowest);
+        }
+        let lanes = state.rails.iter().filter_map(|rail| rail.push.as_ref());
+        let slowest = lanes.map(PushLane::bytes_per_s).min_by(f64::total_cmp);
+        if let (Some(slowest), Some(lane)) = (slowest, &mut rail.push) {
+            lane.assume_at_most(slowest);
         }
         let outage_ms = state.down_since.take().map(|since| since.elapsed().as_millis());
         let (name, slot) = (rail.name(), rail.slot);
@@ -322,7 +334,7 @@ impl Desk {
     pub(super) fn reap(self: &Arc<Self>) -> usize {
         let mut state = self.lock();
         for rail in &mut state.rails {
-            if rail.is_stalled(self.options.deadline) {
+            if rail.is_stalled(self.options.deadline, self.options.total) {
                 let ms = self.options.deadline.as_millis();
                 rail.end(format!("nothing completed for {ms} ms"));
             }
@@ -358,21 +370,6 @@ impl Desk {
         left
     }
 
-    /// Parts that never got to fly, or whose queue pair is gone, are to be read again.
-    fn put_back(self: &Arc<Self>, parts: Vec<Part>) {
-        if parts.is_empty() {
-            return;
-        }
-        let mut todo = Todo::default();
-        let mut state = self.lock();
-        for part in parts {
-            todo.over.extend(state.came_back(part));
-        }
-        self.ring_locked(&mut state, &mut todo);
-        drop(state);
-        self.settle(todo);
-    }
-
     /// Posts what waits, as far as the rails have room.
     pub(super) fn ring(self: &Arc<Self>) {
         let mut todo = Todo::default();
@@ -382,53 +379,10 @@ impl Desk {
         self.settle(todo);
     }
 
-    /// Does what was left to do when the lock was free; that may leave more of it.
-    pub(super) fn settle(self: &Arc<Self>, todo: Todo) {
-        let Todo { over, orders, revoke } = todo;
-        self.finish_all(over);
-        let mut back = Vec::new();
-        for granted in revoke {
-            let call = granted.tag();
-            match granted.revoke() {
-                Some(part) => back.push(part),
-                // It is gone for good, as far as its call goes.
-                None => self.part_done(call),
-            }
-        }
-        for order in orders {
-            back.extend(self.send(order));
-        }
-        self.put_back(back);
-    }
-
-    /// Grants the part of `order` and asks for it; it comes back if that cannot be done.
-    fn send(&self, order: Order) -> Option<Part> {
-        let Order { part, key, rail, device, transfer } = order;
-        let granted = match transfer {
-            Transfer::Push => Granted::to_peer(&device, part),
-            Transfer::Stage => Ok(Granted::to_nobody(part)),
-        };
-        match granted {
-            Ok(granted) => {
-                let refused = self.lock().post_push(rail, key, granted).err()?;
-                let call = refused.tag();
-                refused.revoke().or_else(|| {
-                    self.part_done(call);
-                    None
-                })
-            }
-            Err(refused) => {
-                let (part, source) = *refused;
-                let error = FetchError::Register { key, source: Box::new(source) };
-                self.lock().not_granted(rail, &part, error);
-                Some(part)
-            }
-        }
-    }
-
-    fn ring_locked(&self, state: &mut State, todo: &mut Todo) {
+    pub(super) fn ring_locked(&self, state: &mut State, todo: &mut Todo) {
         state.ring(&self.options, todo);
         let flying = state.in_flight();
+        self.awaits_peer.store(flying > 0 && flying == state.awaited(), Ordering::Relaxed);
         self.in_flight.store(flying, Ordering::Relaxed);
         self.most_in_flight.fetch_max(flying, Ordering::Relaxed);
     }

@@ -5,11 +5,11 @@
 //! READ needs. The registration lets the device write what our own READs bring, and peers nothing. A
 //! peer that is to write gets a registration of its own of the bytes that it is to write.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use gpu_sys::verbs::{
-    Access, Context, Landing, Library, Memory, MemoryRegion, PortState, ProtectionDomain,
-    VerbsError,
+    Access, CompletionChannel, Context, Landing, Library, Memory, MemoryRegion, PortState,
+    ProtectionDomain, VerbsError,
 };
 use railset::choose::{Asker, choose};
 use railset::driver;
@@ -30,6 +30,8 @@ pub(super) struct Devices {
 /// An open device.
 pub(super) struct Device {
     domain: Arc<ProtectionDomain>,
+    /// Wakes whoever waits for what peers were asked for.
+    channel: OnceLock<Arc<CompletionChannel>>,
     registered: Mutex<Vec<Registered>>,
 }
 
@@ -67,7 +69,8 @@ impl Devices {
             return Ok(Arc::clone(device));
         }
         let domain = ProtectionDomain::new(&self.library.open_device(name)?)?;
-        let device = Arc::new(Device { domain, registered: Mutex::default() });
+        let device =
+            Arc::new(Device { domain, channel: OnceLock::new(), registered: Mutex::default() });
         for arena in lock(&self.arenas).iter() {
             device.register(arena)?;
         }
@@ -112,6 +115,16 @@ impl Device {
     pub(super) fn is_active(&self, port: u8) -> bool {
         let state = self.context().port(port).map(|facts| facts.state);
         matches!(state, Ok(PortState::Active | PortState::ActiveDeferred))
+    }
+
+    /// The channel of the queues that are waited for without looking, made when it is first asked for.
+    pub(super) fn channel(&self) -> Result<Arc<CompletionChannel>, VerbsError> {
+        if let Some(channel) = self.channel.get() {
+            return Ok(Arc::clone(channel));
+        }
+        // Two that make one at once keep one of them.
+        let made = CompletionChannel::new(self.context())?;
+        Ok(Arc::clone(self.channel.get_or_init(|| made)))
     }
 
     pub(super) fn domain(&self) -> &Arc<ProtectionDomain> {

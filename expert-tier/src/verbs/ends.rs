@@ -41,7 +41,9 @@ impl Desk {
         let outcome = match gathered {
             // A part was lost with its queue pair: a device may still write to the slot.
             Err(_quarantined) => {
-                let reason = "a queue pair that was reading it could not be destroyed".into();
+                let reason = "a device may still write to its slot: what was reading it could not be \
+                              destroyed, or the peer's right to write it not be revoked";
+                let reason = reason.into();
                 let peer = self.options.peer.clone();
                 fail(FetchError::Unreachable { key, peer, reason, attempts }, None)
             }

@@ -25,7 +25,7 @@ const FLYING_TICK: Duration = Duration::from_millis(1);
 /// How long it waits while nothing flies, or a caller looks after what does.
 const IDLE_TICK: Duration = Duration::from_millis(20);
 /// How often the peer is told which records are read.
-const USAGE_INTERVAL: Duration = Duration::from_secs(1);
+const USAGE_INTERVAL: Duration = Duration::from_millis(250);
 /// How often the connector looks whether a rail is missing.
 const LOOK: Duration = Duration::from_millis(20);
 
@@ -100,7 +100,9 @@ fn report(desk: &Desk, sessions: &[Session], told: &mut Instant) {
         return;
     }
     *told = Instant::now();
-    desk.reports.take_usage(&desk.manifest, |usage| say(Kind::Usage, &usage.encode()));
+    if let Some(usage) = desk.reports.take_usage(&desk.manifest) {
+        say(Kind::Usage, &usage.encode());
+    }
 }
 
 /// Ends the rails whose device or port has said that it is down.

@@ -27,6 +27,7 @@ mod call;
 mod desk;
 mod devices;
 mod ends;
+mod grant;
 mod inbox;
 mod keeper;
 mod push;
@@ -35,6 +36,7 @@ mod rail;
 mod rate;
 mod reports;
 mod session;
+mod settle;
 mod state;
 
 use std::sync::Arc;
@@ -64,6 +66,11 @@ use devices::Devices;
 const TICK: Duration = Duration::from_millis(20);
 /// How long a caller leaves the rails to another before it looks whether that one still does.
 const TURN: Duration = Duration::from_micros(200);
+/// How long a caller looks for what the peer has yet to read from its disk before it sleeps: about what
+/// waking up costs.
+const PUSH_SPIN: Duration = Duration::from_micros(20);
+/// Longest such sleep: READs that others post meanwhile are theirs to look after.
+const PUSH_NAP: Duration = Duration::from_millis(5);
 /// Between two looks at the rails by a caller that has looked all the time for `spin`.
 const NAP: Duration = Duration::from_micros(50);
 
@@ -290,15 +297,15 @@ impl VerbsTier {
         found || helped
     }
 
-    /// READs in flight when somebody last looked at the rails.
+    /// Parts that are read or were asked for, when somebody last looked at the rails.
     #[must_use]
-    pub fn reads_in_flight(&self) -> usize {
+    pub fn parts_in_flight(&self) -> usize {
         self.desk.in_flight()
     }
 
-    /// Most READs that were in flight at once.
+    /// Most parts that were in flight at once.
     #[must_use]
-    pub fn most_reads_in_flight(&self) -> usize {
+    pub fn most_parts_in_flight(&self) -> usize {
         self.desk.most_in_flight()
     }
 
@@ -349,19 +356,24 @@ impl VerbsTier {
                 if popped.is_some() {
                     return popped;
                 }
+                if self.desk.awaits_peer() {
+                    self.desk.sleep_until_pushed(&self.checker, left.min(PUSH_NAP));
+                }
             } else if let Some(popped) = pop(queue, left.min(TURN)) {
                 return Some(popped);
             }
         }
     }
 
-    /// Looks after the rails until `pop` brings something, nothing flies, or it is `until`.
+    /// Looks after the rails until `pop` brings something, nothing flies but what the peer has yet to
+    /// send, or it is `until`.
     fn drive_until<T>(
         &self,
         started: Instant,
         until: Instant,
         pop: impl Fn() -> Option<T>,
     ) -> Option<T> {
+        let mut quiet_since = Instant::now();
         loop {
             let found = self.drive();
             if let Some(popped) = pop() {
@@ -373,7 +385,11 @@ impl VerbsTier {
             }
             self.desk.expire();
             if found {
+                quiet_since = now;
                 continue;
+            }
+            if self.desk.awaits_peer() && now.saturating_duration_since(quiet_since) >= PUSH_SPIN {
+                return None;
             }
             if now.saturating_duration_since(started) < self.desk.options.spin {
                 // The NIC may be a program on this very core.

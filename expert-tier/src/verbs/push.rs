@@ -1,11 +1,10 @@
 //! A rail's queue pair for experts that are not in the peer's memory.
 //!
 //! One request asks for one part of a record. With [`Transfer::Push`] the part's bytes are granted to
-//! the peer first: registered for remote writing, just these bytes and just for this request
-//! ([`Granted`]). The peer writes them and sends a receipt behind. Whatever becomes of the request,
-//! the grant is revoked before anybody looks at the bytes or uses them again: deregistering is the
-//! one proof that the peer writes there no more. With [`Transfer::Stage`] nothing is granted; the
-//! receipt says where the bytes lie ready, and they are READ from there.
+//! the peer first ([`Granted`]); the peer writes them and sends a receipt behind. Whatever becomes of
+//! the request, the grant is revoked before anybody looks at the bytes or uses them again. With
+//! [`Transfer::Stage`] nothing is granted; the receipt says where the bytes lie ready, and they are
+//! READ from there.
 //!
 //! Send requests carry `Some` part where they READ it, and nothing where they are messages.
 //!
@@ -17,7 +16,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use gpu_sys::verbs::{
-    CompletionQueue, Completions, MemoryRegion, Post, PreparedQueuePair, QueuePair,
+    CompletionChannel, CompletionQueue, Completions, Post, PreparedQueuePair, QueuePair,
     QueuePairOptions, Remote, RemoteAccess, Signal, VerbsError, WorkCompletion, WorkError,
 };
 use railset::choose::RailSpec;
@@ -27,6 +26,7 @@ use railset::message::{Psn, QueuePairEnd, SpillTerms, Transfer};
 use railset::push::{Fetch, PushRequest, PushStatus, RECEIPT_BYTES, Receipt, Window};
 
 use super::devices::Device;
+use super::grant::Granted;
 use super::rate::Rate;
 use crate::arena::Part;
 use crate::key::ExpertKey;
@@ -36,76 +36,6 @@ const LOOK_COMPLETIONS: usize = 32;
 /// Send requests per request of a part: its own, a READ and a release, and those that have ended and
 /// not been reported.
 const SENDS_PER_REQUEST: u32 = 4;
-
-/// A part, and what lets the peer write to it.
-pub(super) struct Granted {
-    grant: Option<MemoryRegion>,
-    /// There until it is revoked.
-    part: Option<Part>,
-}
-
-impl Granted {
-    /// Lets the peer write to `part` through `device`.
-    ///
-    /// # Errors
-    /// The device refuses: the part comes back.
-    pub(super) fn to_peer(device: &Device, part: Part) -> Result<Self, Box<(Part, VerbsError)>> {
-        match device.grant(&part) {
-            Ok(grant) => Ok(Self { grant: Some(grant), part: Some(part) }),
-            Err(error) => Err(Box::new((part, error))),
-        }
-    }
-
-    /// A part that nobody but this side's own device writes to.
-    pub(super) fn to_nobody(part: Part) -> Self {
-        Self { grant: None, part: Some(part) }
-    }
-
-    /// The number of its call.
-    pub(super) fn tag(&self) -> u32 {
-        self.part.as_ref().map_or(0, Part::tag)
-    }
-
-    /// Bytes of the part.
-    pub(super) fn bytes(&self) -> usize {
-        self.range().len()
-    }
-
-    fn range(&self) -> std::ops::Range<usize> {
-        self.part.as_ref().map_or(0..0, Part::range)
-    }
-
-    /// Where the peer writes.
-    fn window(&self) -> Window {
-        let window = |it: &MemoryRegion| Window { address: it.address(), rkey: it.rkey() };
-        self.grant.as_ref().map_or(Window::default(), window)
-    }
-
-    /// Ends the peer's access, after which it writes no more. Where that cannot be done, the part is
-    /// lost, and its slot with it: the peer may still write there.
-    pub(super) fn revoke(mut self) -> Option<Part> {
-        self.take_back()
-    }
-
-    fn take_back(&mut self) -> Option<Part> {
-        let part = self.part.take()?;
-        let Some(grant) = self.grant.take() else { return Some(part) };
-        match grant.deregister() {
-            Ok(()) => Some(part),
-            Err(error) => {
-                tracing::error!(%error, "a peer's right to write cannot be revoked: a slot is lost");
-                std::mem::forget(part);
-                None
-            }
-        }
-    }
-}
-
-impl Drop for Granted {
-    fn drop(&mut self) {
-        drop(self.take_back());
-    }
-}
 
 /// How the request of a part ended.
 pub(super) enum PushEnd {
@@ -121,6 +51,8 @@ struct Pending {
     /// `None` while the part is being READ.
     granted: Option<Granted>,
     bytes: u32,
+    /// When it was asked for.
+    since: Instant,
 }
 
 /// The queue pair before it is connected.
@@ -162,7 +94,7 @@ impl PreparedPush {
         let credits = u32::from(terms.credits);
         let limits = device.context().limits();
         let send_wr = (SENDS_PER_REQUEST * credits).min(limits.max_qp_wr).max(1);
-        let queue = CompletionQueue::new(device.context(), send_wr + credits)?;
+        let queue = CompletionQueue::with_channel(&device.channel()?, send_wr + credits)?;
         let options = QueuePairOptions {
             port: spec.port,
             send_wr,
@@ -254,7 +186,7 @@ impl PushLane {
     /// Gives up a place that was kept.
     pub(super) fn unreserve(&mut self, bytes: usize) {
         self.reserved = self.reserved.saturating_sub(1);
-        self.rate.came(bytes as u64, Instant::now(), false);
+        self.rate.given_up(bytes as u64);
     }
 
     /// Asks for a part that has a place.
@@ -267,6 +199,8 @@ impl PushLane {
         granted: Granted,
     ) -> Result<(), Box<(Granted, String)>> {
         let range = granted.range();
+        // It has its place from here on, or is not to have one.
+        self.reserved = self.reserved.saturating_sub(1);
         let Some(index) = self.pending.iter().position(Option::is_none) else {
             return Err(Box::new((granted, "more requests than credits".into())));
         };
@@ -280,8 +214,8 @@ impl PushLane {
         let (message, length) = fetch.encode();
         match self.send(&message[..length]) {
             Ok(()) => {
-                self.reserved = self.reserved.saturating_sub(1);
-                self.pending[index] = Some(Pending { id, granted: Some(granted), bytes });
+                let (granted, since) = (Some(granted), Instant::now());
+                self.pending[index] = Some(Pending { id, granted, bytes, since });
                 Ok(())
             }
             Err(why) => Err(Box::new((granted, why))),
@@ -366,12 +300,12 @@ impl PushLane {
             ));
         };
         if status != PushStatus::Done {
-            self.rate.came(asked.into(), Instant::now(), false);
+            self.rate.given_up(asked.into());
             each(PushEnd::Refused(granted, status));
             return Ok(());
         }
         if bytes != asked {
-            self.rate.came(asked.into(), Instant::now(), false);
+            self.rate.given_up(asked.into());
             each(PushEnd::Refused(granted, PushStatus::Busy));
             return Err(format!("the peer sent a receipt for {bytes} of {asked} bytes"));
         }
@@ -385,7 +319,7 @@ impl PushLane {
                 Ok(()) => Ok(()),
                 Err(refused) => {
                     let (part, why) = *refused;
-                    self.rate.came(asked.into(), Instant::now(), false);
+                    self.rate.given_up(asked.into());
                     each(PushEnd::Refused(Granted::to_nobody(part), PushStatus::Busy));
                     Err(why)
                 }
@@ -422,7 +356,8 @@ impl PushLane {
             return Err(Box::new((part, why)));
         }
         self.staged.push_back(id);
-        self.pending[id as u32 as usize] = Some(Pending { id, granted: None, bytes });
+        self.pending[id as u32 as usize] =
+            Some(Pending { id, granted: None, bytes, since: Instant::now() });
         Ok(())
     }
 
@@ -468,9 +403,36 @@ impl PushLane {
         self.send(&message[..length])
     }
 
-    /// Whether something has been under way for `deadline` without anything coming.
-    pub(super) fn is_stalled(&self, deadline: Duration) -> bool {
-        self.under_way() > 0 && self.progress.elapsed() >= deadline
+    /// Whether something has been under way for `deadline` without anything coming, or one request for
+    /// `total`, whatever came of others: a peer must not keep a slot by saying nothing of it.
+    pub(super) fn is_stalled(&self, deadline: Duration, total: Duration) -> bool {
+        let is_late = |pending: &Pending| pending.since.elapsed() >= total;
+        let late = self.pending.iter().flatten().any(is_late);
+        late || (self.under_way() > 0 && self.progress.elapsed() >= deadline)
+    }
+
+    /// Requests of which the peer has said nothing yet.
+    pub(super) fn awaited(&self) -> usize {
+        let waits = |pending: &&Pending| pending.granted.is_some();
+        self.pending.iter().flatten().filter(waits).count() + self.reserved
+    }
+
+    /// Lets the next receipt wake the channel; what has come before does not.
+    pub(super) fn arm(&self) -> Option<Arc<CompletionChannel>> {
+        if self.awaited() == 0 || self.queue.arm().is_err() {
+            return None;
+        }
+        self.device.channel().ok()
+    }
+
+    /// Bytes per second that it is taken to bring.
+    pub(super) fn bytes_per_s(&self) -> f64 {
+        self.rate.bytes_per_s()
+    }
+
+    /// Takes it to bring no more than that, until it has shown what it brings.
+    pub(super) fn assume_at_most(&mut self, bytes_per_s: f64) {
+        self.rate.assume_at_most(bytes_per_s);
     }
 
     /// Puts the queue pair in error.

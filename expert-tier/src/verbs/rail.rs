@@ -28,7 +28,8 @@ use railset::table::{CheckedTable, Place};
 use rand::Rng;
 
 use super::devices::Device;
-use super::push::{Granted, PreparedPush, PushEnd, PushLane};
+use super::grant::Granted;
+use super::push::{PreparedPush, PushEnd, PushLane};
 use super::rate::Rate;
 use crate::arena::{ArenaId, Part};
 
@@ -353,9 +354,9 @@ impl Rail {
     }
 
     /// Whether something has been in flight for `deadline` without anything completing.
-    pub(super) fn is_stalled(&self, deadline: Duration) -> bool {
+    pub(super) fn is_stalled(&self, deadline: Duration, total: Duration) -> bool {
         let late = |lane: &Lane| lane.pair.in_flight() > 0 && lane.progress.elapsed() >= deadline;
-        let late_push = self.push.as_ref().is_some_and(|lane| lane.is_stalled(deadline));
+        let late_push = self.push.as_ref().is_some_and(|lane| lane.is_stalled(deadline, total));
         self.ending.is_none() && (late_push || self.lanes.iter().any(late))
     }
 

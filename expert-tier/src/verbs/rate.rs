@@ -48,6 +48,14 @@ impl Rate {
         self.since.get_or_insert(now);
     }
 
+    /// `bytes` are no longer in flight, which says nothing of how fast others come.
+    pub(super) fn given_up(&mut self, bytes: u64) {
+        self.flying_bytes = self.flying_bytes.saturating_sub(bytes);
+        if self.flying_bytes == 0 {
+            (self.since, self.counted_bytes) = (None, 0);
+        }
+    }
+
     /// `bytes` are no longer in flight; `landed` says whether they came or were given up.
     pub(super) fn came(&mut self, bytes: u64, now: Instant, landed: bool) {
         self.flying_bytes = self.flying_bytes.saturating_sub(bytes);

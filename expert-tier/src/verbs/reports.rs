@@ -1,9 +1,9 @@
 //! What the peer is told, since it cannot know: which records are READ, and what came damaged.
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use railset::message::{Damaged, MAX_USAGE, Usage, UsageEntry};
+use railset::message::{Damaged, Usage, UsageEntry};
 
 use crate::key::ExpertKey;
 use crate::layout::ExpertLayout;
@@ -13,11 +13,17 @@ use crate::store::manifest::Manifest;
 /// only when it hears of them, and a client that finds that many has said enough.
 const MAX_DAMAGED: usize = 64;
 
+/// Most records of one report: 12 KiB, which a connection's buffer has room for, since nobody waits
+/// until there is some.
+const MAX_TOLD: usize = 1024;
+
 pub(super) struct Reports {
     /// Number of the first record of each layer.
     first: Vec<usize>,
     /// READs of each record since the last report.
     reads: Vec<AtomicU32>,
+    /// The record that the next report begins with.
+    turn: AtomicUsize,
     damaged: Mutex<Vec<Damaged>>,
 }
 
@@ -30,7 +36,7 @@ impl Reports {
             next += layer.experts() as usize;
         }
         let reads = std::iter::repeat_with(|| AtomicU32::new(0)).take(next).collect();
-        Self { first, reads, damaged: Mutex::default() }
+        Self { first, reads, turn: AtomicUsize::new(0), damaged: Mutex::default() }
     }
 
     /// A record has been read from the peer's memory.
@@ -56,22 +62,23 @@ impl Reports {
         std::mem::take(&mut *self.damaged.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Shows what has been read since the last time, in as many reports as it takes.
-    pub(super) fn take_usage(&self, manifest: &Manifest, mut show: impl FnMut(&Usage)) {
+    /// What has been read since it was last told, of [`MAX_TOLD`] records at most; the others' turn
+    /// comes with the next reports. `None` where nothing has been read.
+    pub(super) fn take_usage(&self, manifest: &Manifest) -> Option<Usage> {
         let mut usage = Usage::default();
-        for (key, count) in manifest.layout().keys().zip(&self.reads) {
+        let start = self.turn.load(Ordering::Relaxed);
+        let all = || manifest.layout().keys().zip(&self.reads).enumerate();
+        for (at, (key, count)) in all().skip(start).chain(all().take(start)) {
             let reads = count.swap(0, Ordering::Relaxed);
             if reads > 0 {
                 usage.entries.push(UsageEntry { layer: key.layer, expert: key.expert, reads });
             }
-            if usage.entries.len() == MAX_USAGE {
-                show(&usage);
-                usage.entries.clear();
+            if usage.entries.len() == MAX_TOLD {
+                self.turn.store(at + 1, Ordering::Relaxed);
+                break;
             }
         }
-        if !usage.entries.is_empty() {
-            show(&usage);
-        }
+        (!usage.entries.is_empty()).then_some(usage)
     }
 }
 
@@ -94,13 +101,20 @@ mod tests {
             reports.is_damaged(last);
         }
         reports.was_read(layer + 1, 0);
-        let mut told = Vec::new();
-        reports.take_usage(manifest, |usage| told.push(usage.clone()));
         let entry = UsageEntry { layer: last.layer, expert: last.expert, reads: 3 };
-        assert_eq!(told, [Usage { entries: vec![entry] }]);
-        reports.take_usage(manifest, |usage| panic!("{usage:?} again"));
+        assert_eq!(reports.take_usage(manifest), Some(Usage { entries: vec![entry] }));
+        assert_eq!(reports.take_usage(manifest), None);
         assert_eq!(reports.take_damaged(), [Damaged { layer: last.layer, expert: last.expert }]);
         assert_eq!(reports.take_damaged(), []);
+        // More than one report takes: every record has its turn.
+        reports.turn.store(2, Ordering::Relaxed);
+        manifest.layout().keys().for_each(|key| {
+            let at = manifest.layout().locate_at(key).unwrap().0;
+            reports.was_read(at, key.expert);
+        });
+        let told = reports.take_usage(manifest).unwrap();
+        assert_eq!(told.entries.len() as u64, manifest.layout().records());
+        assert_eq!(told.entries[0].expert, 2);
         for expert in 0..1000 {
             reports.is_damaged(ExpertKey::new(0, expert));
         }

@@ -131,7 +131,8 @@ fn try_out(desk: &Desk, rail: &mut Rail, chosen: Option<Routed>) -> Result<(), O
     });
     let found =
         keys.find_map(|(at, expert, bytes)| rail.place(at, expert).map(|place| (place, bytes)));
-    // With nothing in the peer's memory there is nothing to try it with, or for.
+    // With nothing in the peer's memory there is nothing to try it with: the first push shows what
+    // the way is worth, and its deadline.
     let Some((place, record_bytes)) = found else { return Ok(()) };
     let slot = desk.probe.acquire(PROBE_BYTES, desk.options.deadline);
     let slot = slot.map_err(|error| failed(rail, error.to_string()))?;

@@ -11,7 +11,8 @@ use gpu_sys::verbs::{Remote, WorkError, WorkStatus};
 
 use super::VerbsOptions;
 use super::call::{Call, Calls, Way};
-use super::push::Granted;
+use super::grant::Granted;
+use super::push::PushLane;
 use super::pushes::{Order, push_ended};
 use super::rail::Rail;
 use super::session::Session;
@@ -83,6 +84,11 @@ impl State {
         self.rails.iter().map(Rail::in_flight).sum()
     }
 
+    /// Of those the parts of which the peer has said nothing yet.
+    pub(super) fn awaited(&self) -> usize {
+        self.rails.iter().filter_map(|rail| rail.push.as_ref()).map(PushLane::awaited).sum()
+    }
+
     pub(super) fn has_slot(&self, slot: usize) -> bool {
         self.rails.iter().any(|rail| rail.slot == slot)
     }
@@ -149,7 +155,12 @@ impl State {
     /// Posts parts of the calls in line, as far as the rails have room, each rail's in one go.
     pub(super) fn ring(&mut self, options: &VerbsOptions, todo: &mut Todo) {
         self.pick_all(Way::Read, todo, |state, id, _| state.pick_read(id));
-        self.pick_all(Way::Push, todo, |state, id, todo| state.pick_push(id, options, todo));
+        let moved =
+            self.pick_all(Way::Push, todo, |state, id, todo| state.pick_push(id, options, todo));
+        if moved {
+            // Nobody else would look at them.
+            self.pick_all(Way::Read, todo, |state, id, _| state.pick_read(id));
+        }
         let mut back = std::mem::take(&mut self.back);
         for rail in &mut self.rails {
             rail.ring(&mut back);
@@ -160,13 +171,15 @@ impl State {
         self.back = back;
     }
 
-    /// Has `pick` take parts of the calls in a line, as long as there is room for them.
+    /// Has `pick` take parts of the calls in a line, as long as there is room for them; says whether
+    /// any went to the other line.
     fn pick_all(
         &mut self,
         way: Way,
         todo: &mut Todo,
         mut pick: impl FnMut(&mut Self, u32, &mut Todo) -> Picked,
-    ) {
+    ) -> bool {
+        let mut moved = false;
         while let Some(&id) = self.line(way).front() {
             match pick(self, id, todo) {
                 Picked::Part => {}
@@ -180,10 +193,12 @@ impl State {
                 Picked::OtherWay(other) => {
                     self.line(way).pop_front();
                     self.line(other).push_back(id);
+                    moved = true;
                 }
                 Picked::NoRoom => break,
             }
         }
+        moved
     }
 
     /// Puts the next part of call `id` in line on the queue pair with the most room.
