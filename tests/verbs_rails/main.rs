@@ -57,6 +57,7 @@ fn a_rail_cut_again_and_again_costs_no_fetch_and_comes_back() {
     assert_eq!(tier.rails_up(), 2);
     let _slow = slow();
     let (mut cuts, mut hit, mut most) = (Vec::new(), 0, 0);
+    let (mut cut_at, mut longest) = (Instant::now(), Duration::ZERO);
     let each = |fetched: usize| {
         // Somewhere inside of the records that fly, and every second batch.
         if cuts.is_empty() {
@@ -68,13 +69,18 @@ fn a_rail_cut_again_and_again_costs_no_fetch_and_comes_back() {
             let flying = tier.parts_in_flight();
             println!("after {fetched} fetches, {flying} READs in flight: cut");
             (hit, most) = (hit + usize::from(flying > 0), most.max(flying));
-            cuts.push(cut(&["10.2.0.2"]));
+            cuts.push(cut(&["10.2.0.1", "10.2.0.2"]));
+            cut_at = Instant::now();
         } else {
+            longest = longest.max(cut_at.elapsed());
             cuts.clear();
         }
     };
     let fetched = fetch_until(&tier, &store, each, |fetched| fetched >= 200);
-    println!("{fetched} fetches right; {hit} cuts hit READs in flight, {most} at most");
+    println!(
+        "{fetched} fetches right; {hit} cuts hit READs in flight, {most} at most; a batch with a cut in \
+         it took {longest:?} at most"
+    );
     assert!(hit > 0);
     drop(cuts);
     let mended = Instant::now();

@@ -12,6 +12,8 @@ use crate::Half;
 use crate::cables::{connect, cut, few_at_once, options, slow};
 use crate::peer_support::{BOUND, assert_right, submit, wait_until};
 
+/// Time after which a rail that brings nothing is given up, in the test that cuts one.
+const DEADLINE: Duration = Duration::from_millis(700);
 /// From one record that is made to move to the next. Each takes more fetches than the one before to be
 /// worth moving, so there is an end to it.
 const PACE: Duration = Duration::from_millis(450);
@@ -96,13 +98,15 @@ fn every_fetch_is_right_while_records_move_for_a_minute() {
 fn a_rail_cut_while_the_peer_overwrites_slots_costs_no_fetch() {
     let half = Half::new(112, &["--move-ack-ms", "1"]);
     let mut options = few_at_once(options(half.peer.address()));
-    options.deadline = Duration::from_millis(700);
+    options.deadline = DEADLINE;
     let tier = connect(options);
     assert_eq!(tier.rails_up(), 2);
     let slow = slow();
     let (mut cuts, mut hit, mut most) = (Vec::new(), 0, 0);
+    let (mut cut_at, mut longest) = (Instant::now(), Duration::ZERO);
     let each = |fetched: usize| {
         if !cuts.is_empty() {
+            longest = longest.max(cut_at.elapsed());
             cuts.clear();
             return;
         }
@@ -114,16 +118,20 @@ fn a_rail_cut_while_the_peer_overwrites_slots_costs_no_fetch() {
         let flying = tier.parts_in_flight();
         println!("after {fetched} fetches, {flying} parts in flight: cut");
         (hit, most) = (hit + usize::from(flying > 0), most.max(flying));
-        cuts.push(cut(&["10.2.0.2"]));
+        cuts.push(cut(&["10.2.0.1", "10.2.0.2"]));
+        cut_at = Instant::now();
     };
     let sources = fetch_while_moving(&half, &tier, each, |fetched| fetched >= 320);
     let promotions = half.peer.status().residency.promotions;
     println!(
         "{sources:?} right; {hit} cuts hit parts in flight, {most} at most; {promotions} records \
-         moved, {} READs met with another",
+         moved, {} READs met with another; a batch with a cut in it took {longest:?} at most",
         tier.mismatches()
     );
     assert!(hit > 0 && promotions > 5);
+    // The other rail has its usual speed within a second of the deadline; at that the batch takes half
+    // a second.
+    assert!(longest < DEADLINE + Duration::from_millis(1_500), "{longest:?}");
     drop((cuts, slow));
     wait_until("both rails", || tier.rails_up() == 2);
 }

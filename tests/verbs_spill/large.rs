@@ -21,13 +21,15 @@ fn memory_kib() -> u64 {
 #[test]
 #[ignore = "needs RDMA devices: scripts/test-verbs"]
 fn a_store_larger_than_memory_comes_whole_and_right() {
-    let experts = if memory_kib() < SMALL_KIB { 40 } else { 2 };
+    let experts = if memory_kib() < SMALL_KIB { 60 } else { 2 };
     let store = format!("{DISK}/store");
     std::fs::create_dir_all(DISK).expect("the guest's scratch disk");
     let spec = format!("layers=6,experts={experts},bytes=9400000/1000000/65536,seed=3");
     let packed = run(&["pack", "--synthetic", &spec, "--out", &store]);
     assert!(packed.status.success(), "{}", String::from_utf8_lossy(&packed.stderr));
     let budget = ["--dram-budget", "40MiB"];
+    let store_bytes = experts * 2 * (9_400_000 + 1_000_000 + 65_536);
+    assert!(experts == 2 || store_bytes > memory_kib() * 1024, "the store fits the memory");
     let peer = Peer::start(Path::new(&store), &[&RAILS[..], &budget].concat());
     let address = peer.address();
     let verbs = ["--expert-backend", "rdma-verbs", "--peer", &address, "--connect-ms", "10000"];
