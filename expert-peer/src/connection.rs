@@ -25,6 +25,8 @@ use socket2::{SockRef, TcpKeepalive};
 #[cfg(metrale_rdma_verbs)]
 use crate::direct_send::DirectSender;
 #[cfg(metrale_rdma_verbs)]
+use crate::push::ClientId;
+#[cfg(metrale_rdma_verbs)]
 use crate::rails::{ClientEnd, RailClient};
 use crate::registry::Place;
 use crate::sendfile::{Whose, whose};
@@ -330,7 +332,10 @@ impl Connection {
         let Some(published) = &self.shared.published else { return Err(End::NoRails) };
         let client = match &mut self.rail_client {
             Some(client) => client,
-            none => none.insert(RailClient::new(published, &self.socket)?),
+            none => {
+                let id = ClientId(self.client_id);
+                none.insert(RailClient::new(published, id, &self.socket)?)
+            }
         };
         let pairs_before = client.queue_pairs();
         let answers = client.on_message(kind, &body);

@@ -24,6 +24,8 @@ mod rails;
 mod registry;
 #[cfg(metrale_rdma_verbs)]
 mod residency;
+#[cfg(metrale_rdma_verbs)]
+mod seldom;
 mod sendfile;
 mod server;
 mod status;
