@@ -23,14 +23,14 @@ use rand::Rng;
 use socket2::{SockRef, TcpKeepalive};
 
 #[cfg(metrale_rdma_verbs)]
-use crate::direct_send::DirectSender;
-#[cfg(metrale_rdma_verbs)]
 use crate::push::ClientId;
 #[cfg(metrale_rdma_verbs)]
 use crate::rails::{ClientEnd, RailClient};
 use crate::registry::Place;
 use crate::sendfile::{Whose, whose};
 use crate::server::Shared;
+#[cfg(metrale_rdma_verbs)]
+use direct::Direct;
 
 /// Records up to this size pass through the connection's buffer: one read and one send cost less
 /// than a header of its own and a `sendfile`.
@@ -100,7 +100,7 @@ pub(crate) struct Connection {
     rail_client: Option<RailClient>,
     /// What reads past the page cache, once something has.
     #[cfg(metrale_rdma_verbs)]
-    direct: Option<Box<DirectSender>>,
+    direct: Direct,
 }
 
 struct Counters {
@@ -135,7 +135,7 @@ impl Connection {
             #[cfg(metrale_rdma_verbs)]
             rail_client: None,
             #[cfg(metrale_rdma_verbs)]
-            direct: None,
+            direct: Direct::Untried,
         }
     }
 

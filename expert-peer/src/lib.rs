@@ -32,6 +32,8 @@ mod status;
 pub mod values;
 
 #[cfg(metrale_rdma_verbs)]
+pub use direct_send::NoReader;
+#[cfg(metrale_rdma_verbs)]
 pub use push::{PushError, PushOptions, SpillWish};
 #[cfg(metrale_rdma_verbs)]
 pub use rails::{RailsError, RailsWish};

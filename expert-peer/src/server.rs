@@ -17,7 +17,9 @@ use rustix::io::Errno;
 
 use crate::connection::Connection;
 #[cfg(metrale_rdma_verbs)]
-use crate::push::PushOptions;
+use crate::direct_send::{self, NoReader, Shortages};
+#[cfg(metrale_rdma_verbs)]
+use crate::push::{PushOptions, SpillWish};
 #[cfg(metrale_rdma_verbs)]
 use crate::rails::{self, Published, RailsError, RailsWish};
 use crate::registry::Registry;
@@ -114,6 +116,10 @@ pub enum PeerError {
     #[cfg(metrale_rdma_verbs)]
     #[error("cannot publish over RDMA: {0}")]
     Rails(#[from] RailsError),
+    /// The store cannot be read past the page cache, as it should.
+    #[cfg(metrale_rdma_verbs)]
+    #[error("--spill-source direct: {0}")]
+    Direct(#[from] NoReader),
     /// Others could connect without proof.
     #[error(
         "{listen} can be reached from other machines and there is no secret: give --secret-file, \
@@ -188,6 +194,8 @@ pub(crate) struct Shared {
     pub(crate) tally: Tally,
     pub(crate) shutdown: Shutdown,
     pub(crate) sendfile: Sendfile,
+    #[cfg(metrale_rdma_verbs)]
+    pub(crate) shortages: Shortages,
     /// What is published over RDMA, if anything is.
     #[cfg(metrale_rdma_verbs)]
     pub(crate) published: Option<Arc<Published>>,
@@ -206,6 +214,11 @@ impl Server {
             return Err(PeerError::Exposed { listen });
         }
         let store = Arc::new(ExpertStore::open(&options.store)?);
+        // Also for a peer that spills nothing, or has no rails: TCP reads so, too.
+        #[cfg(metrale_rdma_verbs)]
+        if options.push.source == SpillWish::Direct {
+            direct_send::probe(&store, options.stall)?;
+        }
         let bound = TcpListener::bind(listen).and_then(|listener| {
             listener.set_nonblocking(true)?;
             Ok((listener.local_addr()?, listener))
@@ -222,6 +235,8 @@ impl Server {
             tally,
             shutdown,
             sendfile,
+            #[cfg(metrale_rdma_verbs)]
+            shortages: Shortages::new(),
             #[cfg(metrale_rdma_verbs)]
             published,
         };
