@@ -66,9 +66,13 @@ struct Unposted {
     why: LaneEnd,
 }
 
-impl From<PostRefused<Carried>> for Unposted {
-    fn from(PostRefused { carried, reason }: PostRefused<Carried>) -> Self {
-        Self { filled: filled(carried), why: LaneEnd::Refused(reason) }
+impl Unposted {
+    fn new(filled: Option<Filled>, why: LaneEnd) -> Box<Self> {
+        Box::new(Self { filled, why })
+    }
+
+    fn refused(PostRefused { carried, reason }: PostRefused<Carried>) -> Box<Self> {
+        Self::new(filled(carried), LaneEnd::Refused(reason))
     }
 }
 
@@ -218,7 +222,8 @@ impl Lane {
             self.unsent -= usize::from(matches!(out, Out::Receipt(_)));
             match post(out, region, signal) {
                 Ok(post) => self.batch.push(post),
-                Err(Unposted { filled, why }) => {
+                Err(unposted) => {
+                    let Unposted { filled, why } = *unposted;
                     // The lane ends by this, and gives its bytes back then.
                     self.unposted = filled;
                     return Err(why);
@@ -280,11 +285,11 @@ fn post(
     out: Out,
     region: Option<&MemoryRegion>,
     signal: Signal,
-) -> Result<Post<Carried>, Unposted> {
+) -> Result<Post<Carried>, Box<Unposted>> {
     match out {
         Out::Receipt(receipt) => {
             let tag = Tag { region: None, receipt: Some((receipt.status, receipt.bytes)) };
-            Post::send((None, tag), &receipt.encode(), signal).map_err(Unposted::from)
+            Post::send((None, tag), &receipt.encode(), signal).map_err(Unposted::refused)
         }
         Out::Write(filled, Window { address, rkey }, bytes) => {
             let remote = Remote { address, rkey };
@@ -292,14 +297,14 @@ fn post(
                 (Filled::File(part, region), _) => {
                     let tag = Tag { region: Some(Arc::clone(&region)), receipt: None };
                     let carried = (Some(WriteFrom::File(part)), tag);
-                    Post::write(carried, &region, remote, signal).map_err(Unposted::from)
+                    Post::write(carried, &region, remote, signal).map_err(Unposted::refused)
                 }
                 (Filled::Slot(slot), Some(region)) => {
                     let carried = (Some(WriteFrom::Slot(slot.into_part(bytes))), Tag::default());
-                    Post::write(carried, region, remote, signal).map_err(Unposted::from)
+                    Post::write(carried, region, remote, signal).map_err(Unposted::refused)
                 }
                 // Slots come from a source that has registered them.
-                (slot, None) => Err(Unposted { filled: Some(slot), why: LaneEnd::Unregistered }),
+                (slot, None) => Err(Unposted::new(Some(slot), LaneEnd::Unregistered)),
             }
         }
     }
@@ -330,9 +335,11 @@ mod tests {
     #[test]
     fn bytes_that_cannot_be_sent_come_back_with_the_reason() {
         let out = Out::Write(Filled::Slot(slot()), Window::default(), 0..8);
-        let Err(Unposted { filled: Some(Filled::Slot(back)), why }) = post(out, None, Signal::Yes)
-        else {
-            panic!("a slot that no device knows was taken, or is lost");
+        let Err(unposted) = post(out, None, Signal::Yes) else {
+            panic!("no device knows the slot")
+        };
+        let Unposted { filled: Some(Filled::Slot(back)), why } = *unposted else {
+            panic!("the slot is lost");
         };
         assert!(matches!(why, LaneEnd::Unregistered), "{why}");
 
@@ -343,7 +350,7 @@ mod tests {
             allowed: "1 or more".into(),
         };
         let carried = (Some(WriteFrom::Slot(back.into_part(0..0))), Tag::default());
-        let unposted = Unposted::from(PostRefused { carried, reason });
+        let unposted = Unposted::refused(PostRefused { carried, reason });
         assert!(matches!(unposted.filled, Some(Filled::Slot(_))));
         assert!(unposted.why.to_string().contains("1 or more"), "{}", unposted.why);
     }

@@ -66,7 +66,7 @@ pub(crate) struct Keeper {
     /// When records were looked at for damage.
     pub(super) looked_at: HashMap<usize, Duration>,
     /// When records could not be read into memory.
-    unread: HashMap<usize, Duration>,
+    pub(super) unread: HashMap<usize, Duration>,
     unreads: Seldom,
     /// Moves that did not wait for every client.
     late: Seldom,

@@ -50,6 +50,9 @@ impl Keeper {
         if self.spills() {
             let disk = read_through(store, key);
             let into = disk.is_ok().then_some(record);
+            if matches!(disk, Err(RecordError::Store(_))) {
+                self.unread.insert(record, self.clock);
+            }
             self.judge_disk(key, disk, false);
             return Some(Move { slot, out: Some(record), into });
         }
