@@ -105,7 +105,7 @@ pub struct RunArgs {
 struct PushArgs {
     /// Where records that are not in memory are read from: `direct` past the page cache, `mmap` the
     /// files' own pages (Linux 6.2 or later), `auto` the first of these that works, or else ordinary
-    /// reads
+    /// reads. With `direct`, TCP reads so, too, with 2 MiB of locked memory for each connection
     #[arg(long, value_name = "SOURCE", default_value = "auto")]
     spill_source: SpillWish,
     /// How they come to clients: `push` into the client's memory, `stage` into the peer's, from

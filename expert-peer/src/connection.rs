@@ -2,41 +2,37 @@
 
 #[cfg(metrale_rdma_verbs)]
 mod direct;
+mod fetch;
+#[cfg(metrale_rdma_verbs)]
+mod rails;
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use expert_tier::fingerprint::Fingerprint;
-use expert_tier::key::ExpertKey;
 use expert_tier::store::StoreError;
 use expert_tier::wire::frame::{
     FrameError, FrameHeader, FrameType, HEADER_BYTES, MAX_TEXT_BYTES, Status,
 };
-use expert_tier::wire::handshake::{HandshakeError, ServerHandshake, clip, refusal};
+use expert_tier::wire::handshake::{HandshakeError, ServerHandshake, refusal};
 use expert_tier::wire::io::{Clock, IoError, read_frame, write_all};
-use expert_tier::wire::message::{FETCH_BYTES, Welcome, decode_fetch};
+use expert_tier::wire::message::Welcome;
 use metrics::{Counter, Histogram, counter, histogram};
 use rand::Rng;
 use socket2::{SockRef, TcpKeepalive};
 
 #[cfg(metrale_rdma_verbs)]
-use crate::direct_send::DirectSender;
-#[cfg(metrale_rdma_verbs)]
 use crate::rails::{ClientEnd, RailClient};
 use crate::registry::Place;
-use crate::sendfile::{Whose, whose};
 use crate::server::Shared;
+#[cfg(metrale_rdma_verbs)]
+use direct::Direct;
 
 /// Records up to this size pass through the connection's buffer: one read and one send cost less
 /// than a header of its own and a `sendfile`.
 const BUFFER_BYTES: usize = 256 * 1024;
-/// Bytes of a larger record that are read before its length is promised.
-const FIRST_BYTES: usize = 64 * 1024;
-/// Most bytes that one `sendfile` is asked for: bounds the time between looks at its result.
-const SEND_BYTES: usize = 4 << 20;
 /// How long a connection that the peer ends is kept for the client to read its last answers.
 const LINGER: Duration = Duration::from_secs(1);
 /// How often an idle connection looks whether the peer is shutting down, and whether records have
@@ -98,7 +94,7 @@ pub(crate) struct Connection {
     rail_client: Option<RailClient>,
     /// What reads past the page cache, once something has.
     #[cfg(metrale_rdma_verbs)]
-    direct: Option<Box<DirectSender>>,
+    direct: Direct,
 }
 
 struct Counters {
@@ -133,7 +129,7 @@ impl Connection {
             #[cfg(metrale_rdma_verbs)]
             rail_client: None,
             #[cfg(metrale_rdma_verbs)]
-            direct: None,
+            direct: Direct::Untried,
         }
     }
 
@@ -306,158 +302,6 @@ impl Connection {
         self.send_control(FrameType::Attached, &[])
     }
 
-    /// Ends the client's access to memory; with the connection, before anything else.
-    #[cfg(metrale_rdma_verbs)]
-    fn end_rails(&mut self) {
-        if let Some(client) = self.rail_client.take() {
-            let pairs = client.queue_pairs() as u64;
-            drop(client);
-            self.shared.tally.queue_pairs.fetch_sub(pairs, Ordering::Relaxed);
-        }
-    }
-
-    /// A message of the rails' handshake.
-    #[cfg(metrale_rdma_verbs)]
-    fn rails(&mut self, header: &FrameHeader) -> Result<(), End> {
-        let kind = header.frame.rails_kind().filter(|kind| kind.is_from_client());
-        let Some(kind) = kind else {
-            let (found, expected) = (header.frame, "a message that clients send");
-            return Err(FrameError::Unexpected { found, expected }.into());
-        };
-        // Its type bounds it: what a client sends is a few kilobytes.
-        let mut body = vec![0; usize::try_from(header.body_bytes).unwrap_or(usize::MAX)];
-        self.read_rest(&mut body)?;
-        let Some(published) = &self.shared.published else { return Err(End::NoRails) };
-        let client = match &mut self.rail_client {
-            Some(client) => client,
-            none => none.insert(RailClient::new(published, &self.socket)?),
-        };
-        let pairs_before = client.queue_pairs();
-        let answers = client.on_message(kind, &body);
-        let queue_pairs = client.queue_pairs();
-        // Before an error is: it may have come after some of the queue pairs were there.
-        let made = queue_pairs.saturating_sub(pairs_before) as u64;
-        self.shared.tally.queue_pairs.fetch_add(made, Ordering::Relaxed);
-        let answers = answers?;
-        if made > 0 {
-            tracing::info!(client = %self.client, queue_pairs, "connected over RDMA");
-        }
-        for (kind, body) in answers {
-            self.send_control(kind.into(), &body)?;
-        }
-        Ok(())
-    }
-
-    /// Sends the table of what is in memory, if it has changed since.
-    #[cfg(metrale_rdma_verbs)]
-    fn follow_table(&mut self) -> Result<(), End> {
-        let Some(client) = &mut self.rail_client else { return Ok(()) };
-        match client.newer_table()? {
-            Some((kind, body)) => self.send_control(kind.into(), &body),
-            None => Ok(()),
-        }
-    }
-
-    fn fetch(&mut self, header: &FrameHeader) -> Result<(), End> {
-        let start = Instant::now();
-        let mut body = [0; FETCH_BYTES];
-        self.read_rest(&mut body)?;
-        let key = decode_fetch(&body);
-        let record_bytes = match self.shared.store.manifest().layout().locate(key) {
-            Ok(layer) => layer.record_bytes(),
-            Err(error) => return self.answer_error(header, Status::NoSuchKey, &error.to_string()),
-        };
-        #[cfg(metrale_rdma_verbs)]
-        match self.send_direct(header, key, record_bytes)? {
-            direct::Sent::NotDirect => {}
-            direct::Sent::Refused => return Ok(()),
-            direct::Sent::Whole => {
-                self.count_served(record_bytes, start);
-                return Ok(());
-            }
-        }
-        // Nothing is promised before the first piece has been read.
-        let first = first_bytes(record_bytes);
-        let read =
-            self.shared.store.read_at(key, 0, &mut self.buffer[HEADER_BYTES..HEADER_BYTES + first]);
-        if let Err(error) = read {
-            tracing::error!(%key, %error, "a record could not be read");
-            return self.answer_error(header, Status::Unreadable, &error.to_string());
-        }
-        let answer = FrameHeader {
-            frame: FrameType::Record,
-            status: Status::Ok,
-            request_id: header.request_id,
-            body_bytes: record_bytes,
-        };
-        self.buffer[..HEADER_BYTES].copy_from_slice(&answer.encode());
-        self.send(HEADER_BYTES + first)?;
-        self.send_rest(key, record_bytes, first as u64)?;
-        self.count_served(record_bytes, start);
-        Ok(())
-    }
-
-    fn count_served(&self, record_bytes: u64, start: Instant) {
-        self.shared.tally.served.fetch_add(1, Ordering::Relaxed);
-        self.shared.tally.bytes.fetch_add(record_bytes, Ordering::Relaxed);
-        self.counters.served.increment(1);
-        self.counters.bytes.increment(record_bytes);
-        self.counters.seconds.record(start.elapsed());
-    }
-
-    /// Sends the record from byte `done` on, straight from the page cache: over loopback that moves
-    /// the bytes once instead of three times. A file system without `sendfile` gets its records
-    /// sent through the buffer. A failed read ends the connection here: the length has been
-    /// promised, and a client must never take filler for weights.
-    fn send_rest(&mut self, key: ExpertKey, record_bytes: u64, mut done: u64) -> Result<(), End> {
-        while done < record_bytes && !self.shared.sendfile.is_refused() {
-            let left = usize::try_from(record_bytes - done).unwrap_or(SEND_BYTES);
-            match self.shared.store.send_at(key, done, left.min(SEND_BYTES), &self.socket) {
-                Ok(count) => done += count as u64,
-                Err(error) => match whose(&error) {
-                    Whose::Sendfile => self.shared.sendfile.refuse(&error),
-                    Whose::Client => return Err(End::Closed),
-                    Whose::Stall => {
-                        return Err(End::Stalled(self.shared.options.stall.as_millis()));
-                    }
-                    Whose::Network(error) => return Err(End::Socket(error)),
-                    Whose::Store => return Err(error.into()),
-                },
-            }
-        }
-        while done < record_bytes {
-            let left = usize::try_from(record_bytes - done).unwrap_or(BUFFER_BYTES);
-            let piece = left.min(BUFFER_BYTES);
-            self.shared.store.read_at(key, done, &mut self.buffer[..piece])?;
-            self.send(piece)?;
-            done += piece as u64;
-        }
-        Ok(())
-    }
-
-    fn answer_error(
-        &mut self,
-        header: &FrameHeader,
-        status: Status,
-        text: &str,
-    ) -> Result<(), End> {
-        self.count_error(status);
-        let text = clip(text).as_bytes();
-        let answer = FrameHeader {
-            frame: FrameType::Record,
-            status,
-            request_id: header.request_id,
-            body_bytes: text.len() as u64,
-        };
-        let frame = [&answer.encode()[..], text].concat();
-        send_all(&self.socket, &frame, self.shared.options.stall)
-    }
-
-    fn count_error(&self, status: Status) {
-        self.shared.tally.errors.fetch_add(1, Ordering::Relaxed);
-        counter!("metrale_peer_requests_total", "status" => status.name()).increment(1);
-    }
-
     /// Sends a frame without copying its body, which may be a manifest of many megabytes.
     fn send_control(&self, frame: FrameType, body: &[u8]) -> Result<(), End> {
         let header = FrameHeader::control(frame, body.len() as u64).encode();
@@ -539,12 +383,4 @@ fn send_all(mut socket: &TcpStream, mut bytes: &[u8], stall: Duration) -> Result
         }
     }
     Ok(())
-}
-
-/// Bytes of a record that are read before anything is sent.
-fn first_bytes(record_bytes: u64) -> usize {
-    match usize::try_from(record_bytes) {
-        Ok(bytes) if bytes <= BUFFER_BYTES => bytes,
-        _ => FIRST_BYTES,
-    }
 }

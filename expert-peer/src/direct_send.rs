@@ -7,12 +7,14 @@
 use std::collections::VecDeque;
 use std::io;
 use std::num::NonZeroU32;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use expert_tier::direct::{NotDirect, SlotRead, SlotReader, SlotReaderOptions};
 use expert_tier::store::ExpertStore;
 use gpu_sys::pinned::{HugePages, NumaPlacement, PinError, PinnedOptions};
 use gpu_sys::slots::{PinnedSlot, pin_slots};
+use metrics::{Counter, counter};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
@@ -24,15 +26,42 @@ const PIECES: usize = 8;
 /// What direct reads are aligned to.
 const ALIGN: u64 = 4096;
 
-/// Why a connection cannot read past the page cache.
+/// Why records cannot be read past the page cache.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum NoReader {
+pub enum NoReader {
     /// There is no memory for the pieces.
     #[error("the buffers for direct reads: {0}")]
     Pin(#[from] PinError),
     /// There are no direct reads.
     #[error(transparent)]
     Direct(#[from] NotDirect),
+}
+
+/// Finds out whether `store` can be sent so, by what a connection would need.
+pub(crate) fn probe(store: &ExpertStore, drop_wait: Duration) -> Result<(), NoReader> {
+    DirectSender::new(store, drop_wait).map(drop)
+}
+
+/// What a peer knows of connections that got no direct reads although the store has them: locked
+/// memory, or descriptors, were used up.
+pub(crate) struct Shortages {
+    said: AtomicBool,
+    fallbacks: Counter,
+}
+
+impl Shortages {
+    pub(crate) fn new() -> Self {
+        let fallbacks = counter!("metrale_peer_fallbacks_total", "from" => "direct");
+        Self { said: AtomicBool::new(false), fallbacks }
+    }
+
+    /// One more connection reads through the page cache; said once.
+    pub(crate) fn one_more(&self, error: &NoReader) {
+        self.fallbacks.increment(1);
+        if !self.said.swap(true, Ordering::Relaxed) {
+            tracing::warn!(%error, "no direct reads for a connection: it reads through the page cache");
+        }
+    }
 }
 
 /// Why a record was not sent whole.
@@ -100,7 +129,10 @@ impl DirectSender {
             if self.reader.turn(|end| free.push(end.slot)).is_err() {
                 break;
             }
-            self.wait(stall.saturating_sub(started.elapsed()));
+            // With none left nothing would end the wait but its bound.
+            if self.reader.under_way() > 0 {
+                self.wait(stall.saturating_sub(started.elapsed()));
+            }
         }
         sent
     }
@@ -241,6 +273,7 @@ mod tests {
     fn after_a_sink_that_fails_and_a_file_that_is_short_records_come_again() {
         let store = store();
         let Some(mut sender) = sender(&store) else { return };
+        let started = Instant::now();
         for _ in 0..3 {
             let failed = sender.send(stretch(&store, 0, 0), STALL, |_| Err("full"));
             assert!(matches!(failed, Err(SendError::Sink("full"))), "{failed:?}");
@@ -256,5 +289,6 @@ mod tests {
             assert!(sent.is_ok() && bytes == whole.bytes, "{bytes}");
         }
         assert_eq!(sender.free.len(), PIECES, "every slot is back");
+        assert!(started.elapsed() < STALL, "nobody waits for reads that have ended");
     }
 }

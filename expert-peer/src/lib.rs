@@ -24,11 +24,15 @@ mod rails;
 mod registry;
 #[cfg(metrale_rdma_verbs)]
 mod residency;
+#[cfg(metrale_rdma_verbs)]
+mod seldom;
 mod sendfile;
 mod server;
 mod status;
 pub mod values;
 
+#[cfg(metrale_rdma_verbs)]
+pub use direct_send::NoReader;
 #[cfg(metrale_rdma_verbs)]
 pub use push::{PushError, PushOptions, SpillWish};
 #[cfg(metrale_rdma_verbs)]

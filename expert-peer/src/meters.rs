@@ -27,7 +27,7 @@ const TABLE: [(&str, Kind, Unit, &str); 17] = [
         Kind::Counter,
         Unit::Count,
         "ways of sending that were given up for a slower one: `sendfile`, where the file system has \
-         none",
+         none, and `direct`, once for each connection that got no memory for direct reads",
     ),
     (
         "metrale_peer_refusals_total",

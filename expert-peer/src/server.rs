@@ -1,108 +1,38 @@
 //! Listening, accepting, and shutting down.
 
+mod options;
+mod report;
+
 use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use expert_tier::store::{ExpertStore, StoreError};
+use expert_tier::wire::Status;
 use expert_tier::wire::handshake::encode_refusal;
 use expert_tier::wire::io::{Clock, IoError, write_all};
-use expert_tier::wire::{Secret, Status};
 use metrics::counter;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 use crate::connection::Connection;
 #[cfg(metrale_rdma_verbs)]
-use crate::push::PushOptions;
+use crate::direct_send::{self, NoReader, Shortages};
 #[cfg(metrale_rdma_verbs)]
-use crate::rails::{self, Published, RailsError, RailsWish};
+use crate::push::SpillWish;
+#[cfg(metrale_rdma_verbs)]
+use crate::rails::{self, Published, RailsError};
 use crate::registry::Registry;
-#[cfg(metrale_rdma_verbs)]
-use crate::residency::ResidencyOptions;
 #[cfg(metrale_rdma_verbs)]
 use crate::residency::keeper::{Keeper, KeeperThread};
 use crate::sendfile::Sendfile;
-use crate::status::{PushReport, ResidencyReport, StatusReport, Tally};
+use crate::status::{StatusReport, Tally};
+pub use options::{Exposure, PeerOptions};
 
 /// How often the accepting thread looks whether it should stop.
 const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
-
-/// Settings of a peer.
-#[derive(Clone, Debug)]
-pub struct PeerOptions {
-    /// The store to publish.
-    pub store: PathBuf,
-    /// Where to listen; port 0 takes a free one.
-    pub listen: SocketAddr,
-    /// What clients must know.
-    pub secret: Option<Secret>,
-    /// Whether to listen beyond loopback without a secret.
-    pub exposure: Exposure,
-    /// Most clients at once.
-    pub max_clients: u32,
-    /// Longest time for a client's whole handshake.
-    pub handshake: Duration,
-    /// Longest time in which a client must take some bytes of an answer.
-    pub stall: Duration,
-    /// Longest time to finish answers when shutting down.
-    pub drain: Duration,
-    /// Which rails to serve.
-    #[cfg(metrale_rdma_verbs)]
-    pub rails: RailsWish,
-    /// Most bytes of memory for the records that clients READ; `None` for as much as they need and
-    /// the machine has.
-    #[cfg(metrale_rdma_verbs)]
-    pub dram_budget: Option<u64>,
-    /// How the other records are sent.
-    #[cfg(metrale_rdma_verbs)]
-    pub push: PushOptions,
-    /// File that says which records were fetched most, to start with.
-    #[cfg(metrale_rdma_verbs)]
-    pub resident_profile: Option<PathBuf>,
-    /// How records move between disk and memory.
-    #[cfg(metrale_rdma_verbs)]
-    pub residency: ResidencyOptions,
-}
-
-/// Whether a peer may be reached by others without proof.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Exposure {
-    /// Without a secret, only loopback addresses are listened on.
-    SecretOrLoopback,
-    /// The operator said `--insecure`.
-    Insecure,
-}
-
-impl PeerOptions {
-    /// The defaults for a store.
-    #[must_use]
-    pub fn new(store: PathBuf) -> Self {
-        Self {
-            store,
-            listen: SocketAddr::from(([127, 0, 0, 1], 9909)),
-            secret: None,
-            exposure: Exposure::SecretOrLoopback,
-            max_clients: 64,
-            handshake: Duration::from_secs(5),
-            stall: Duration::from_secs(10),
-            drain: Duration::from_secs(10),
-            #[cfg(metrale_rdma_verbs)]
-            rails: RailsWish::default(),
-            #[cfg(metrale_rdma_verbs)]
-            dram_budget: None,
-            #[cfg(metrale_rdma_verbs)]
-            push: PushOptions::default(),
-            #[cfg(metrale_rdma_verbs)]
-            resident_profile: None,
-            #[cfg(metrale_rdma_verbs)]
-            residency: ResidencyOptions::default(),
-        }
-    }
-}
 
 /// Why a peer does not start, or stops.
 #[derive(Debug, thiserror::Error)]
@@ -114,6 +44,10 @@ pub enum PeerError {
     #[cfg(metrale_rdma_verbs)]
     #[error("cannot publish over RDMA: {0}")]
     Rails(#[from] RailsError),
+    /// The store cannot be read past the page cache, as it should.
+    #[cfg(metrale_rdma_verbs)]
+    #[error("--spill-source direct: {0}")]
+    Direct(#[from] NoReader),
     /// Others could connect without proof.
     #[error(
         "{listen} can be reached from other machines and there is no secret: give --secret-file, \
@@ -188,6 +122,8 @@ pub(crate) struct Shared {
     pub(crate) tally: Tally,
     pub(crate) shutdown: Shutdown,
     pub(crate) sendfile: Sendfile,
+    #[cfg(metrale_rdma_verbs)]
+    pub(crate) shortages: Shortages,
     /// What is published over RDMA, if anything is.
     #[cfg(metrale_rdma_verbs)]
     pub(crate) published: Option<Arc<Published>>,
@@ -206,6 +142,11 @@ impl Server {
             return Err(PeerError::Exposed { listen });
         }
         let store = Arc::new(ExpertStore::open(&options.store)?);
+        // Also for a peer that spills nothing, or has no rails: TCP reads so, too.
+        #[cfg(metrale_rdma_verbs)]
+        if options.push.source == SpillWish::Direct {
+            direct_send::probe(&store, options.stall)?;
+        }
         let bound = TcpListener::bind(listen).and_then(|listener| {
             listener.set_nonblocking(true)?;
             Ok((listener.local_addr()?, listener))
@@ -222,6 +163,8 @@ impl Server {
             tally,
             shutdown,
             sendfile,
+            #[cfg(metrale_rdma_verbs)]
+            shortages: Shortages::new(),
             #[cfg(metrale_rdma_verbs)]
             published,
         };
@@ -378,90 +321,6 @@ fn passing(error: &io::Error) -> bool {
 }
 
 impl Shared {
-    pub(crate) fn status(&self) -> StatusReport {
-        let (clients, connections) = self.registry.counts();
-        let manifest = self.store.manifest();
-        let pushes = self.pushes();
-        StatusReport {
-            version: env!("CARGO_PKG_VERSION").into(),
-            fingerprint: manifest.fingerprint().to_string(),
-            model: manifest.model().into(),
-            layers: manifest.layout().layers().len() as u64,
-            records: manifest.layout().records(),
-            draining: self.shutdown.begun(),
-            clients: clients as u64,
-            max_clients: u64::from(self.options.max_clients),
-            connections: connections as u64,
-            served: Tally::read(&self.tally.served),
-            errors: Tally::read(&self.tally.errors),
-            refused: Tally::read(&self.tally.refused),
-            bytes: Tally::read(&self.tally.bytes),
-            uptime_s: self.tally.started.elapsed().as_secs_f64(),
-            cpu_s: gpu_sys::usage::cpu_time().as_secs_f64(),
-            rss_bytes: gpu_sys::usage::resident_bytes(),
-            rails: self.rails(),
-            resident_bytes: self.region_bytes(),
-            residency: self.residency(),
-            queue_pairs: Tally::read(&self.tally.queue_pairs) + pushes.push_lanes,
-            verbs_calls: verbs_calls(),
-            pushes,
-        }
-    }
-
-    #[cfg(metrale_rdma_verbs)]
-    fn pushes(&self) -> PushReport {
-        let published = self.published.as_ref();
-        let Some(((source, transfer), counts)) = published.and_then(|it| it.pushes()) else {
-            return PushReport::default();
-        };
-        PushReport {
-            pushes: counts.pushes,
-            pushed_bytes: counts.bytes,
-            push_errors: counts.errors,
-            push_queue: counts.queue,
-            push_lanes: counts.lanes,
-            spill_source: source.into(),
-            spill_transfer: transfer.into(),
-        }
-    }
-
-    #[cfg(not(metrale_rdma_verbs))]
-    fn pushes(&self) -> PushReport {
-        PushReport::default()
-    }
-
-    #[cfg(metrale_rdma_verbs)]
-    fn rails(&self) -> Vec<String> {
-        self.published.as_ref().map_or_else(Vec::new, |published| published.rail_names())
-    }
-
-    #[cfg(not(metrale_rdma_verbs))]
-    fn rails(&self) -> Vec<String> {
-        Vec::new()
-    }
-
-    /// Bytes of memory that hold records.
-    #[cfg(metrale_rdma_verbs)]
-    fn region_bytes(&self) -> u64 {
-        self.published.as_ref().map_or(0, |published| published.region_bytes())
-    }
-
-    #[cfg(not(metrale_rdma_verbs))]
-    fn region_bytes(&self) -> u64 {
-        0
-    }
-
-    #[cfg(metrale_rdma_verbs)]
-    fn residency(&self) -> ResidencyReport {
-        let report = |published: &Arc<Published>| published.residency().report();
-        self.published.as_ref().map_or_else(ResidencyReport::default, report)
-    }
-
-    #[cfg(not(metrale_rdma_verbs))]
-    fn residency(&self) -> ResidencyReport {
-        ResidencyReport::default()
-    }
-
     /// Tells a client why it is not served; the connection is of no further use.
     pub(crate) fn refuse(
         &self,
@@ -503,16 +362,6 @@ impl Shared {
             "stopped"
         );
     }
-}
-
-#[cfg(metrale_rdma_verbs)]
-fn verbs_calls() -> u64 {
-    gpu_sys::verbs::calls()
-}
-
-#[cfg(not(metrale_rdma_verbs))]
-fn verbs_calls() -> u64 {
-    0
 }
 
 #[cfg(test)]

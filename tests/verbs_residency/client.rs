@@ -133,6 +133,13 @@ impl Client {
         self.table.layers().iter().flat_map(of_layer).collect()
     }
 
+    /// Where a record lies in the peer's memory, by the table.
+    pub(crate) fn address(&self, key: ExpertKey) -> Option<u64> {
+        let layer = self.table.layers().iter().find(|it| it.layer == key.layer)?;
+        let slot = *layer.slots.get(key.expert as usize).filter(|slot| **slot != SPILLED)?;
+        Some(layer.columns[0].base + u64::from(slot) * layer.slot_stride)
+    }
+
     /// READs from where the record is by `table`, and checks what came.
     pub(crate) fn read(
         &mut self,

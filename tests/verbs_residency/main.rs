@@ -14,6 +14,8 @@ mod verbs_support;
 mod client;
 mod real_client;
 
+use std::fs::OpenOptions;
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -180,38 +182,77 @@ fn a_slot_is_left_alone_until_its_client_has_acknowledged_or_is_gone() {
     }
 }
 
+/// Flips a bit of a record in the peer's memory, where `client` READs it.
+fn flip_in_memory(peer: &Peer, client: &Client, key: ExpertKey) {
+    let at = client.address(key).expect("a resident record") + 2_000;
+    let memory = format!("/proc/{}/mem", peer.pid());
+    let memory = OpenOptions::new().read(true).write(true).open(memory).expect("we are root");
+    let mut byte = [0];
+    memory.read_exact_at(&mut byte, at).expect("a page of the peer's");
+    memory.write_all_at(&[byte[0] ^ 1], at).expect("a page of the peer's");
+}
+
 #[test]
 #[ignore = "needs RDMA devices: scripts/test-verbs"]
 fn records_that_clients_get_damaged_are_looked_at_and_withdrawn_if_the_disk_has_no_better() {
     let store = TestStore::new(2, 8, &[5_000, 65_536], 104);
     let key = |layer, expert| ExpertKey::new(layer, expert);
-    // Damaged before it is read into memory, and after.
+    // Damaged on disk before it is read into memory, and after; and in memory alone.
     store.flip_bit(key(0, 3), 2_000);
     let half = Half::of(store, &[]);
     half.store.flip_bit(key(0, 5), 2_000);
     let mut client = half.client(1);
     client.acknowledge();
+    assert_eq!(half.peer.status().residency.withdrawn, 1);
+    assert!(!client.resident().contains(&key(0, 3)) && client.resident().len() == 7);
+    flip_in_memory(&half.peer, &client, key(0, 2));
     let table = client.table.clone();
-    client.read(&table, key(0, 3)).expect("a READ that ends").expect_err("damaged");
-    client.damaged(key(0, 3));
-    client.damaged(key(0, 5));
-    client.damaged(key(0, 6));
-    client.damaged(key(77, 6));
-    client.next_table();
-    client.acknowledge();
-    assert!(!client.resident().contains(&key(0, 3)) && client.resident().contains(&key(0, 5)));
+    client.read(&table, key(0, 2)).expect("a READ that ends").expect_err("damaged");
+    for damaged in [key(0, 2), key(0, 5), key(0, 6), key(77, 6)] {
+        client.damaged(damaged);
+    }
+    // Out with one table, and back with another.
+    while client.table.generation() < 3 {
+        client.next_table();
+        client.acknowledge();
+    }
+    assert!([key(0, 2), key(0, 5)].iter().all(|key| client.resident().contains(key)));
     wait_until("two withdrawn records", || half.peer.status().residency.withdrawn == 2);
     half.peer.wait_log("a record in memory is damaged");
     half.peer.wait_log("a client got a damaged record; the copies here are sound");
     let table = client.table.clone();
-    client.read(&table, key(0, 5)).expect("a READ that ends").expect("memory is sound");
-    // However often it is asked for, what is damaged on disk does not come back.
+    for sound in [key(0, 2), key(0, 5)] {
+        client.read(&table, sound).expect("a READ that ends").expect("memory is sound");
+    }
+    // However often it is asked for, what is damaged on disk does not come.
     client.used(&[key(0, 3), key(1, 1)], 1000);
     while !client.resident().contains(&key(1, 1)) {
         client.next_table();
         client.acknowledge();
     }
     assert!(!client.resident().contains(&key(0, 3)));
+}
+
+/// Such a peer pushes nothing: a record that is not in its table is nowhere.
+#[test]
+#[ignore = "needs RDMA devices: scripts/test-verbs"]
+fn a_peer_that_holds_every_record_mends_one_without_a_table_that_lacks_it() {
+    let store = TestStore::new(2, 8, &[5_000, 65_536], 106);
+    let manifest = Arc::clone(store.open().manifest());
+    let peer = Peer::start(&store.path(), &[&RAILS[..], &["--residency-ms", "20"]].concat());
+    let mut client = Client::connect(&peer.address(), 1, &manifest);
+    client.acknowledge();
+    let key = ExpertKey::new(0, 2);
+    flip_in_memory(&peer, &client, key);
+    let table = client.table.clone();
+    client.read(&table, key).expect("a READ that ends").expect_err("damaged");
+    client.damaged(key);
+    wait_until("the record's repair", || {
+        client.read(&table, key).expect("a READ that ends").is_ok()
+    });
+    assert_eq!(peer.status().residency.table_generation, table.generation());
+    client.follow();
+    assert_eq!(client.table.generation(), table.generation());
 }
 
 #[test]

@@ -7,6 +7,15 @@ use super::{Connection, End, send_all};
 use crate::direct_send::{DirectSender, SendError, Stretch};
 use crate::push::SpillWish;
 
+/// What a connection has for direct reads.
+pub(super) enum Direct {
+    /// Nothing yet.
+    Untried,
+    Ready(Box<DirectSender>),
+    /// There was nothing left for it: it reads as others do, to its end.
+    Refused,
+}
+
 /// How a record was sent.
 pub(super) enum Sent {
     /// All of it.
@@ -38,16 +47,20 @@ impl Connection {
         let offset = u64::from(key.expert) * layer.stride();
         let stretch = Stretch { layer_at, offset, bytes: record_bytes };
         let stall = self.shared.options.stall;
-        let mut sender = match self.direct.take() {
-            Some(sender) => sender,
-            None => match DirectSender::new(&self.shared.store, stall) {
+        let mut sender = match std::mem::replace(&mut self.direct, Direct::Untried) {
+            Direct::Ready(sender) => sender,
+            Direct::Untried => match DirectSender::new(&self.shared.store, stall) {
                 Ok(sender) => Box::new(sender),
                 Err(error) => {
-                    tracing::error!(client = %self.client, %error, "no direct reads");
-                    self.answer_error(header, Status::Unreadable, &error.to_string())?;
-                    return Ok(Sent::Refused);
+                    self.shared.shortages.one_more(&error);
+                    self.direct = Direct::Refused;
+                    return Ok(Sent::NotDirect);
                 }
             },
+            Direct::Refused => {
+                self.direct = Direct::Refused;
+                return Ok(Sent::NotDirect);
+            }
         };
         let answer = FrameHeader {
             frame: FrameType::Record,
@@ -67,7 +80,7 @@ impl Connection {
         });
         let why = match sent {
             Ok(()) => {
-                self.direct = Some(sender);
+                self.direct = Direct::Ready(sender);
                 return Ok(Sent::Whole);
             }
             Err(SendError::Sink(end)) => return Err(end),
@@ -82,7 +95,7 @@ impl Connection {
             return Err(End::Disk(why));
         }
         if sender.is_idle() {
-            self.direct = Some(sender);
+            self.direct = Direct::Ready(sender);
         }
         self.answer_error(header, Status::Unreadable, &why)?;
         Ok(Sent::Refused)

@@ -14,11 +14,13 @@
 //! * requests of a lane: `credits`, with the receipts that could not be sent yet. A client that goes
 //!   beyond breaks the protocol ([`Breach`]), so a lane's memory is bounded by what it was offered.
 //! * chunks of all lanes that the disk has: `reads`.
-//! * chunks of one lane that hold a buffer: `per_lane`, so that a client which takes nothing does
-//!   not hold every buffer.
+//! * chunks of one client that hold a buffer, whatever lanes it has: `per_client`, so that a client
+//!   which takes nothing does not hold every buffer. Reads that a lane has left behind count too, until
+//!   they end: coming back brings no new share.
 //! * time of a request until its last chunk is read: `deadline`.
 //!
-//! Lanes take turns chunk by chunk; within a lane the oldest request comes first.
+//! Clients take turns chunk by chunk, and a client's lanes among themselves; within a lane the oldest
+//! request comes first.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -31,6 +33,14 @@ use super::place::Place;
 /// Direct reads start and end at multiples of it, in records and in files alike.
 pub(super) const PAGE_BYTES: u64 = 4096;
 
+/// What of its deadline a request may wait, as one part of so many, and count as one that the source
+/// had all the time: a turn of the engine's thread and a few reads of others, no more.
+const WAIT_DIVISOR: u32 = 16;
+
+/// Names a client, as it names itself when it connects: all its lanes have one share.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub(crate) struct ClientId(pub(crate) [u8; 16]);
+
 /// Names a lane: the queue pair of one client on one rail.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(super) struct LaneId(pub(super) u64);
@@ -42,7 +52,7 @@ pub(super) struct Limits {
     /// Bytes that a chunk is read with, a multiple of [`PAGE_BYTES`] and at least two of them.
     pub(super) chunk_bytes: u64,
     pub(super) reads: usize,
-    pub(super) per_lane: usize,
+    pub(super) per_client: usize,
     pub(super) deadline: Duration,
     pub(super) lease: Duration,
     /// Whether receipts say where the bytes are staged.
@@ -53,6 +63,7 @@ pub(super) struct Limits {
 /// `wanted` bytes after the first `skip` are asked for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Chunk {
+    pub(super) client: ClientId,
     pub(super) lane: LaneId,
     /// The request's number in this desk.
     pub(super) request: u64,
@@ -98,21 +109,33 @@ pub(super) enum Overdue {
 pub(super) struct Desk {
     limits: Limits,
     lanes: BTreeMap<LaneId, Lane>,
-    /// The next lane to be served comes first.
-    turns: VecDeque<LaneId>,
+    clients: BTreeMap<ClientId, Client>,
+    /// The next client to be served comes first.
+    turns: VecDeque<ClientId>,
     /// Chunks that the disk has.
     reading: usize,
     next_request: u64,
 }
 
+/// One with lanes, or with reads that the lanes it had have left to the disk.
 #[derive(Default)]
+struct Client {
+    /// The next one to be served comes first.
+    lanes: VecDeque<LaneId>,
+    /// Chunks that hold a buffer.
+    held: usize,
+}
+
 struct Lane {
+    client: ClientId,
     /// Oldest first.
     requests: VecDeque<Request>,
     /// Ids whose bytes the client may READ, and until when.
     staged: VecDeque<(u64, Instant)>,
     /// Chunks that hold a buffer.
     held: usize,
+    /// Those of them that the disk has.
+    reading: usize,
 }
 
 struct Request {
@@ -122,7 +145,8 @@ struct Request {
     begun: Instant,
     /// Where in the record the next chunk starts.
     next: u64,
-    reading: usize,
+    /// Where its chunks start that the disk has, and since when.
+    reading: Vec<(u64, Instant)>,
 }
 
 impl Request {
@@ -135,35 +159,58 @@ impl Request {
         Receipt { id: self.fetch.id, status, bytes, staged: Window::default() }
     }
 
+    /// Whether the disk has had a chunk of it for the whole of `deadline`, which ends now.
+    fn is_kept(&self, deadline: Duration) -> bool {
+        let since = self.begun + deadline / WAIT_DIVISOR;
+        self.reading.iter().any(|(_, given)| *given <= since)
+    }
+
     /// The next chunk, at most `chunk_bytes` of whole pages.
-    fn take_chunk(&mut self, lane: LaneId, chunk_bytes: u64) -> Chunk {
+    fn take_chunk(
+        &mut self,
+        (client, lane): (ClientId, LaneId),
+        chunk_bytes: u64,
+        now: Instant,
+    ) -> Chunk {
         let from = self.next - self.next % PAGE_BYTES;
         let end = self.end().min(from + chunk_bytes);
         let (skip, wanted) = (self.next - from, end - self.next);
         let bytes = (end - from).next_multiple_of(PAGE_BYTES);
         self.next = end;
-        self.reading += 1;
+        self.reading.push((from, now));
         // A chunk is a few hundred kilobytes.
         let (bytes, skip, wanted) = (bytes as usize, skip as usize, wanted as usize);
-        Chunk { lane, request: self.number, place: self.place, from, bytes, skip, wanted }
+        let (request, place) = (self.number, self.place);
+        Chunk { client, lane, request, place, from, bytes, skip, wanted }
     }
 }
 
 impl Desk {
     pub(super) fn new(limits: Limits) -> Self {
-        let (lanes, turns) = (BTreeMap::new(), VecDeque::new());
-        Self { limits, lanes, turns, reading: 0, next_request: 0 }
+        let (lanes, clients, turns) = (BTreeMap::new(), BTreeMap::new(), VecDeque::new());
+        Self { limits, lanes, clients, turns, reading: 0, next_request: 0 }
     }
 
-    pub(super) fn add_lane(&mut self, lane: LaneId) {
-        self.lanes.insert(lane, Lane::default());
-        self.turns.push_back(lane);
+    pub(super) fn add_lane(&mut self, id: LaneId, client: ClientId) {
+        let (requests, staged) = (VecDeque::new(), VecDeque::new());
+        self.lanes.insert(id, Lane { client, requests, staged, held: 0, reading: 0 });
+        let of_client = self.clients.entry(client).or_default();
+        if of_client.lanes.is_empty() {
+            self.turns.push_back(client);
+        }
+        of_client.lanes.push_back(id);
     }
 
-    /// Forgets a lane and its requests; its reads under way still count as the disk's.
-    pub(super) fn remove_lane(&mut self, lane: LaneId) {
-        self.lanes.remove(&lane);
-        self.turns.retain(|turn| *turn != lane);
+    /// Forgets a lane and its requests; its reads under way still count as the disk's, and hold
+    /// buffers of its client's share. What else it held has gone back with its queue pair.
+    pub(super) fn remove_lane(&mut self, id: LaneId) {
+        let Some(lane) = self.lanes.remove(&id) else { return };
+        let Some(client) = self.clients.get_mut(&lane.client) else { return };
+        client.lanes.retain(|other| *other != id);
+        if client.lanes.is_empty() {
+            self.turns.retain(|turn| *turn != lane.client);
+        }
+        self.give_back(lane.client, lane.held - lane.reading);
     }
 
     /// Requests waiting or under way.
@@ -202,7 +249,8 @@ impl Desk {
         };
         let (number, next) = (self.next_request, fetch.offset);
         self.next_request += 1;
-        lane.requests.push_back(Request { number, fetch, place, begun: now, next, reading: 0 });
+        let (begun, reading) = (now, Vec::new());
+        lane.requests.push_back(Request { number, fetch, place, begun, next, reading });
         Ok(None)
     }
 
@@ -215,23 +263,37 @@ impl Desk {
     }
 
     /// The next chunk to be read, if there is one that may be; for a caller that has a buffer.
-    pub(super) fn next_chunk(&mut self) -> Option<Chunk> {
+    pub(super) fn next_chunk(&mut self, now: Instant) -> Option<Chunk> {
         if self.reading >= self.limits.reads {
             return None;
         }
         for _ in 0..self.turns.len() {
             let id = self.turns.pop_front()?;
             self.turns.push_back(id);
-            let Some(lane) = self.lanes.get_mut(&id) else { continue };
-            if lane.held >= self.limits.per_lane {
-                continue;
+            if let Some(chunk) = self.next_of_client(id, now) {
+                self.reading += 1;
+                return Some(chunk);
             }
+        }
+        None
+    }
+
+    fn next_of_client(&mut self, id: ClientId, now: Instant) -> Option<Chunk> {
+        let client = self.clients.get_mut(&id)?;
+        if client.held >= self.limits.per_client {
+            return None;
+        }
+        for _ in 0..client.lanes.len() {
+            let at = client.lanes.pop_front()?;
+            client.lanes.push_back(at);
+            let Some(lane) = self.lanes.get_mut(&at) else { continue };
             let Some(request) = lane.requests.iter_mut().find(|it| it.next < it.end()) else {
                 continue;
             };
             lane.held += 1;
-            self.reading += 1;
-            return Some(request.take_chunk(id, self.limits.chunk_bytes));
+            lane.reading += 1;
+            client.held += 1;
+            return Some(request.take_chunk((id, at), self.limits.chunk_bytes, now));
         }
         None
     }
@@ -240,6 +302,10 @@ impl Desk {
     pub(super) fn read(&mut self, chunk: &Chunk, all_there: bool, now: Instant) -> Verdict {
         self.reading = self.reading.saturating_sub(1);
         let verdict = self.judge(chunk, all_there, now);
+        match self.lanes.get_mut(&chunk.lane) {
+            Some(lane) => lane.reading -= 1,
+            None => self.give_back(chunk.client, 1),
+        }
         if matches!(verdict, Verdict::Fail(_) | Verdict::Forget) {
             self.released(chunk.lane);
         }
@@ -252,8 +318,8 @@ impl Desk {
         let Some(request) = at.and_then(|at| lane.requests.get_mut(at)) else {
             return Verdict::Forget;
         };
-        request.reading -= 1;
-        let last = request.reading == 0 && request.next >= request.end();
+        request.reading.retain(|(from, _)| *from != chunk.from);
+        let last = request.reading.is_empty() && request.next >= request.end();
         let mut window = request.fetch.into;
         let first = chunk.from + chunk.skip as u64 - request.fetch.offset;
         // A client whose window ends beyond all addresses gets what its device says of that.
@@ -274,22 +340,34 @@ impl Desk {
         Verdict::Write(window, Some(receipt))
     }
 
-    /// A buffer of the lane's is free again.
+    /// A buffer of the lane's is free again; of a lane that has gone, it is already.
     pub(super) fn released(&mut self, lane: LaneId) {
         if let Some(lane) = self.lanes.get_mut(&lane) {
             lane.held = lane.held.saturating_sub(1);
+            let client = lane.client;
+            self.give_back(client, 1);
         }
     }
 
-    /// Ends what has taken too long. A request that waited for its turn or for a buffer finds the
-    /// peer busy; one that the disk has kept is unreadable, and its buffers stay the disk's until
-    /// the reads end.
+    /// A client holds so many buffers less; one with neither lanes nor buffers is forgotten.
+    fn give_back(&mut self, id: ClientId, buffers: usize) {
+        if let Some(client) = self.clients.get_mut(&id) {
+            client.held = client.held.saturating_sub(buffers);
+            if client.held == 0 && client.lanes.is_empty() {
+                self.clients.remove(&id);
+            }
+        }
+    }
+
+    /// Ends what has taken too long. A request that waited finds the peer busy, for its turn or a
+    /// buffer at first or for some of its chunks later; one of which the disk has kept a chunk all the
+    /// time is unreadable. Its buffers stay the disk's until the reads end.
     pub(super) fn expire(&mut self, now: Instant, mut each: impl FnMut(Overdue)) {
         let deadline = self.limits.deadline;
         for (&id, lane) in &mut self.lanes {
             let late = |request: &mut Request| now >= request.begun + deadline;
             while let Some(request) = lane.requests.pop_front_if(late) {
-                let kept = request.reading > 0;
+                let kept = request.is_kept(deadline);
                 let status = if kept { PushStatus::Unreadable } else { PushStatus::Busy };
                 each(Overdue::Request(id, request.place.key, request.ended(status)));
             }

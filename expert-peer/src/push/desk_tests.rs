@@ -4,6 +4,8 @@ use super::*;
 
 const A: LaneId = LaneId(1);
 const B: LaneId = LaneId(2);
+const ANNE: ClientId = ClientId([1; 16]);
+const BERT: ClientId = ClientId([2; 16]);
 const PAGE: u64 = PAGE_BYTES;
 const DEADLINE: Duration = Duration::from_millis(100);
 const LEASE: Duration = Duration::from_millis(500);
@@ -13,17 +15,18 @@ fn limits() -> Limits {
         credits: 4,
         chunk_bytes: 4 * PAGE,
         reads: 8,
-        per_lane: 6,
+        per_client: 6,
         deadline: DEADLINE,
         lease: LEASE,
         stages: false,
     }
 }
 
-/// A desk with lanes A and B.
+/// A desk with a lane of Anne's, A, and one of Bert's, B.
 fn desk(limits: Limits) -> Desk {
     let mut desk = Desk::new(limits);
-    [A, B].into_iter().for_each(|lane| desk.add_lane(lane));
+    desk.add_lane(A, ANNE);
+    desk.add_lane(B, BERT);
     desk
 }
 
@@ -55,9 +58,9 @@ fn a_range_is_read_in_whole_pages_and_written_where_it_was_asked_for() {
     let now = Instant::now();
     for (offset, bytes) in [(0, 10 * PAGE), (5, 10 * PAGE), (PAGE - 1, 2), (3 * PAGE + 7, 100_000)]
     {
-        let mut desk = desk(Limits { per_lane: 99, reads: 99, ..limits() });
+        let mut desk = desk(Limits { per_client: 99, reads: 99, ..limits() });
         take(&mut desk, A, fetch(9, offset, bytes), now);
-        let chunks: Vec<_> = std::iter::from_fn(|| desk.next_chunk()).collect();
+        let chunks: Vec<_> = std::iter::from_fn(|| desk.next_chunk(now)).collect();
         let mut next = offset;
         for (at, chunk) in chunks.iter().enumerate() {
             assert_eq!((chunk.from % PAGE, chunk.bytes as u64 % PAGE), (0, 0));
@@ -78,40 +81,41 @@ fn a_range_is_read_in_whole_pages_and_written_where_it_was_asked_for() {
 fn the_receipt_follows_whichever_chunk_is_read_last() {
     let (mut desk, now) = (desk(limits()), Instant::now());
     take(&mut desk, A, fetch(9, 0, 8 * PAGE), now);
-    let chunks: Vec<_> = std::iter::from_fn(|| desk.next_chunk()).collect();
+    let chunks: Vec<_> = std::iter::from_fn(|| desk.next_chunk(now)).collect();
     assert!(matches!(desk.read(&chunks[1], true, now), Verdict::Write(_, None)));
     assert!(matches!(desk.read(&chunks[0], true, now), Verdict::Write(_, Some(_))));
 }
 
 #[test]
-fn lanes_take_turns_chunk_by_chunk() {
+fn clients_take_turns_chunk_by_chunk() {
     let (mut desk, now) = (desk(limits()), Instant::now());
     (1..4).for_each(|id| take(&mut desk, A, fetch(id, 0, 16 * PAGE), now));
     take(&mut desk, B, fetch(1, 0, 8 * PAGE), now);
-    let turns: Vec<_> = std::iter::from_fn(|| desk.next_chunk()).map(|chunk| chunk.lane).collect();
+    let turns: Vec<_> =
+        std::iter::from_fn(|| desk.next_chunk(now)).map(|chunk| chunk.lane).collect();
     assert_eq!(turns, [A, B, A, B, A, A, A, A], "B waits for one chunk of A's at most");
 }
 
 #[test]
-fn reads_and_a_lanes_buffers_have_bounds() {
+fn reads_and_a_clients_buffers_have_bounds() {
     let now = Instant::now();
     let mut few_reads = desk(Limits { reads: 2, ..limits() });
     take(&mut few_reads, A, fetch(1, 0, 40 * PAGE), now);
-    let chunk = few_reads.next_chunk().unwrap();
-    few_reads.next_chunk().unwrap();
-    assert_eq!(few_reads.next_chunk(), None);
+    let chunk = few_reads.next_chunk(now).unwrap();
+    few_reads.next_chunk(now).unwrap();
+    assert_eq!(few_reads.next_chunk(now), None);
     few_reads.read(&chunk, true, now);
-    few_reads.next_chunk().expect("a read has ended, although its buffer is still held");
+    few_reads.next_chunk(now).expect("a read has ended, although its buffer is still held");
 
-    let mut few_buffers = desk(Limits { per_lane: 2, ..limits() });
+    let mut few_buffers = desk(Limits { per_client: 2, ..limits() });
     take(&mut few_buffers, A, fetch(1, 0, 40 * PAGE), now);
     take(&mut few_buffers, B, fetch(1, 0, 40 * PAGE), now);
-    let chunks: Vec<_> = std::iter::from_fn(|| few_buffers.next_chunk()).collect();
+    let chunks: Vec<_> = std::iter::from_fn(|| few_buffers.next_chunk(now)).collect();
     assert_eq!(chunks.len(), 4, "two of each");
     few_buffers.read(&chunks[0], true, now);
-    assert_eq!(few_buffers.next_chunk(), None, "it is being written");
+    assert_eq!(few_buffers.next_chunk(now), None, "it is being written");
     few_buffers.released(A);
-    assert_eq!(few_buffers.next_chunk().unwrap().lane, A);
+    assert_eq!(few_buffers.next_chunk(now).unwrap().lane, A);
 }
 
 #[test]
@@ -123,7 +127,7 @@ fn a_client_that_goes_beyond_its_credits_breaks_the_protocol() {
     // Refusals that have not left count as well: their client cannot know of them.
     let refused = desk.fetch(B, fetch(1, 0, 1), Err(PushStatus::NoSuchKey), 4, now);
     assert_eq!(refused, Err(Breach::Credits { credits: 4 }));
-    let chunk = desk.next_chunk().unwrap();
+    let chunk = desk.next_chunk(now).unwrap();
     desk.read(&chunk, true, now);
     take(&mut desk, A, fetch(4, 0, PAGE), now);
 }
@@ -135,7 +139,7 @@ fn an_id_is_live_until_its_receipt() {
     let in_use = Ok(Some(receipt(1, PushStatus::InUse, 0)));
     assert_eq!(desk.fetch(A, fetch(1, 0, PAGE), Ok(place()), 0, now), in_use);
     take(&mut desk, B, fetch(1, 0, PAGE), now);
-    let chunk = desk.next_chunk().unwrap();
+    let chunk = desk.next_chunk(now).unwrap();
     assert_eq!(chunk.lane, A);
     desk.read(&chunk, true, now);
     take(&mut desk, A, fetch(1, 0, PAGE), now);
@@ -148,7 +152,7 @@ fn what_cannot_be_had_is_refused_at_once() {
         let refused = desk.fetch(A, fetch(1, 0, PAGE), Err(status), 0, now);
         assert_eq!(refused, Ok(Some(receipt(1, status, 0))));
     }
-    assert_eq!((desk.queued(), desk.next_chunk()), (0, None));
+    assert_eq!((desk.queued(), desk.next_chunk(now)), (0, None));
 }
 
 #[test]
@@ -156,7 +160,7 @@ fn a_failed_read_ends_its_request_and_nothing_of_it_is_written_afterwards() {
     let (mut desk, now) = (desk(limits()), Instant::now());
     take(&mut desk, A, fetch(1, 0, 12 * PAGE), now);
     take(&mut desk, A, fetch(2, 0, PAGE), now);
-    let chunks: Vec<_> = std::iter::from_fn(|| desk.next_chunk()).collect();
+    let chunks: Vec<_> = std::iter::from_fn(|| desk.next_chunk(now)).collect();
     assert!(matches!(desk.read(&chunks[0], true, now), Verdict::Write(_, None)));
     let failed = receipt(1, PushStatus::Unreadable, 0);
     assert_eq!(desk.read(&chunks[1], false, now), Verdict::Fail(failed));
@@ -169,7 +173,7 @@ fn a_request_that_waits_finds_the_peer_busy_and_one_that_the_disk_keeps_is_unrea
     let (mut desk, now) = (desk(Limits { reads: 1, ..limits() }), Instant::now());
     take(&mut desk, A, fetch(1, 0, PAGE), now);
     take(&mut desk, B, fetch(2, 0, PAGE), now + DEADLINE / 2);
-    let kept = desk.next_chunk().unwrap();
+    let kept = desk.next_chunk(now).unwrap();
     assert_eq!(desk.next_deadline(), Some(now + DEADLINE));
     assert_eq!(expired(&mut desk, now + DEADLINE - Duration::from_millis(1)), []);
     let unreadable = Overdue::Request(A, place().key, receipt(1, PushStatus::Unreadable, 0));
@@ -178,9 +182,69 @@ fn a_request_that_waits_finds_the_peer_busy_and_one_that_the_disk_keeps_is_unrea
     assert_eq!(expired(&mut desk, now + DEADLINE * 2), [busy]);
     // The read is the disk's still, and its buffer.
     take(&mut desk, B, fetch(3, 0, PAGE), now);
-    assert_eq!(desk.next_chunk(), None);
+    assert_eq!(desk.next_chunk(now + DEADLINE * 2), None);
     assert_eq!(desk.read(&kept, true, now), Verdict::Forget);
-    assert_eq!(desk.next_chunk().unwrap().lane, B);
+    assert_eq!(desk.next_chunk(now).unwrap().lane, B);
+}
+
+#[test]
+fn a_request_whose_chunks_waited_finds_the_peer_busy_although_one_is_being_read() {
+    let now = Instant::now();
+    let mut desk = desk(Limits { reads: 1, ..limits() });
+    take(&mut desk, A, fetch(1, 0, 8 * PAGE), now);
+    take(&mut desk, B, fetch(2, 0, PAGE), now);
+    let first = desk.next_chunk(now).unwrap();
+    let halfway = now + DEADLINE / 2;
+    assert!(matches!(desk.read(&first, true, halfway), Verdict::Write(_, None)));
+    let of_b = desk.next_chunk(halfway).unwrap();
+    assert_eq!(of_b.lane, B);
+    let busy = |lane, id| Overdue::Request(lane, place().key, receipt(id, PushStatus::Busy, 0));
+    assert_eq!(expired(&mut desk, now + DEADLINE), [busy(A, 1), busy(B, 2)]);
+    // What the thread needs to look at a new request is not waiting.
+    let again = now + DEADLINE;
+    desk.read(&of_b, true, again);
+    take(&mut desk, B, fetch(3, 0, PAGE), again);
+    desk.next_chunk(again + DEADLINE / 50).unwrap();
+    let kept = Overdue::Request(B, place().key, receipt(3, PushStatus::Unreadable, 0));
+    assert_eq!(expired(&mut desk, again + DEADLINE), [kept]);
+}
+
+#[test]
+fn a_clients_lanes_have_one_share_and_one_turn() {
+    const A2: LaneId = LaneId(3);
+    let now = Instant::now();
+    let mut desk = desk(Limits { per_client: 4, reads: 99, ..limits() });
+    desk.add_lane(A2, ANNE);
+    for lane in [A, A2, B] {
+        take(&mut desk, lane, fetch(1, 0, 40 * PAGE), now);
+    }
+    let chunks: Vec<_> = std::iter::from_fn(|| desk.next_chunk(now)).collect();
+    let turns: Vec<_> = chunks.iter().map(|chunk| chunk.lane).collect();
+    assert_eq!(turns, [A, B, A2, B, A, B, A2, B], "each client has four, by turns");
+    // One of A's is being written; with A that comes back, and what is read does when it is.
+    desk.read(&chunks[0], true, now);
+    desk.remove_lane(A);
+    assert_eq!(desk.next_chunk(now).unwrap().lane, A2);
+    assert_eq!(desk.next_chunk(now), None);
+    let next = LaneId(4);
+    desk.add_lane(next, ANNE);
+    take(&mut desk, next, fetch(1, 0, 40 * PAGE), now);
+    assert_eq!(desk.next_chunk(now), None, "coming back brings no new share");
+    assert_eq!(desk.read(&chunks[4], true, now), Verdict::Forget);
+    assert_eq!(desk.next_chunk(now).unwrap().client, ANNE);
+    assert_eq!(desk.next_chunk(now), None);
+}
+
+#[test]
+fn a_client_is_forgotten_with_its_last_lane_and_its_last_read() {
+    let (mut desk, now) = (desk(limits()), Instant::now());
+    take(&mut desk, A, fetch(1, 0, 8 * PAGE), now);
+    let chunks: Vec<_> = std::iter::from_fn(|| desk.next_chunk(now)).collect();
+    desk.remove_lane(A);
+    desk.remove_lane(B);
+    assert!(desk.turns.is_empty() && desk.clients.len() == 1);
+    chunks.iter().for_each(|chunk| assert_eq!(desk.read(chunk, true, now), Verdict::Forget));
+    assert!(desk.clients.is_empty());
 }
 
 #[test]
@@ -188,33 +252,33 @@ fn a_lane_that_goes_takes_its_requests_along_and_leaves_its_reads_to_the_disk() 
     let (mut desk, now) = (desk(Limits { reads: 1, ..limits() }), Instant::now());
     take(&mut desk, A, fetch(1, 0, 8 * PAGE), now);
     take(&mut desk, B, fetch(1, 0, PAGE), now);
-    let chunk = desk.next_chunk().unwrap();
+    let chunk = desk.next_chunk(now).unwrap();
     desk.remove_lane(A);
-    assert_eq!((desk.queued(), desk.next_chunk()), (1, None));
+    assert_eq!((desk.queued(), desk.next_chunk(now)), (1, None));
     assert_eq!(desk.read(&chunk, true, now), Verdict::Forget);
-    assert_eq!(desk.next_chunk().unwrap().lane, B);
+    assert_eq!(desk.next_chunk(now).unwrap().lane, B);
     assert_eq!(desk.fetch(A, fetch(2, 0, PAGE), Ok(place()), 0, now), Ok(None), "nobody's");
 }
 
 #[test]
 fn a_staged_place_is_held_until_its_release_or_the_end_of_its_lease() {
-    let stages = Limits { stages: true, per_lane: 1, ..limits() };
+    let stages = Limits { stages: true, per_client: 1, ..limits() };
     let (mut desk, now) = (desk(stages), Instant::now());
     let unnamed = |id| Fetch { into: Window::default(), ..fetch(id, 0, PAGE) };
     let named = desk.fetch(A, fetch(1, 0, PAGE), Ok(place()), 0, now);
     assert_eq!(named, Err(Breach::Window));
     take(&mut desk, A, unnamed(1), now);
     take(&mut desk, A, unnamed(2), now);
-    let chunk = desk.next_chunk().unwrap();
+    let chunk = desk.next_chunk(now).unwrap();
     let done = Verdict::Stage(receipt(1, PushStatus::Done, PAGE));
     assert_eq!(desk.read(&chunk, true, now), done);
-    assert_eq!(desk.next_chunk(), None, "the lane's one buffer is the client's");
+    assert_eq!(desk.next_chunk(now), None, "the lane's one buffer is the client's");
     let in_use = desk.fetch(A, unnamed(1), Ok(place()), 0, now);
     assert_eq!(in_use, Ok(Some(receipt(1, PushStatus::InUse, 0))), "until its release");
     assert!(!desk.release(A, 7) && !desk.release(B, 1), "nothing is staged for those");
     assert!(desk.release(A, 1) && !desk.release(A, 1));
     desk.released(A);
-    let chunk = desk.next_chunk().unwrap();
+    let chunk = desk.next_chunk(now).unwrap();
     desk.read(&chunk, true, now);
     assert_eq!(expired(&mut desk, now + LEASE), [Overdue::Lease(A, 2)]);
     assert!(!desk.release(A, 2), "too late");
@@ -230,7 +294,7 @@ fn every_request_ends_once_and_every_bound_holds_whatever_the_order() {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888);
             (state >> 33) % sides
         };
-        let limits = Limits { reads: 3, per_lane: 2, ..limits() };
+        let limits = Limits { reads: 3, per_client: 2, ..limits() };
         let mut desk = desk(limits);
         let (mut reading, mut writing, mut ends) = (Vec::new(), Vec::new(), Vec::new());
         let mut asked = 0;
@@ -243,7 +307,7 @@ fn every_request_ends_once_and_every_bound_holds_whatever_the_order() {
                         asked += 1;
                     }
                 }
-                1 => reading.extend(desk.next_chunk()),
+                1 => reading.extend(desk.next_chunk(now)),
                 2 if !reading.is_empty() => {
                     let chunk: Chunk = reading.swap_remove(roll(reading.len() as u64) as usize);
                     match desk.read(&chunk, roll(9) > 0, now) {

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
+use expert_tier::key::ExpertKey;
 use expert_tier::store::manifest::Manifest;
 use gpu_sys::slots::PinnedSlot;
 use gpu_sys::verbs::{CompletionChannel, Completions, MemoryRegion};
@@ -19,12 +20,13 @@ use railset::push::{Fetch, PushRequest, PushStatus, Receipt, Window};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::bell::Bell;
-use super::desk::{Chunk, Desk, LaneId, Limits, Overdue, Verdict};
+use super::desk::{Chunk, ClientId, Desk, LaneId, Limits, Overdue, Verdict};
 use super::lane::{Carried, Found, Lane, LaneEnd, filled};
 use super::place::Place;
 use super::spill::{Ended, Filled, Spill};
 use super::stats::PushStats;
 use crate::ledger::Ledger;
+use crate::seldom::Seldom;
 
 /// How long the thread goes on looking when there has been nothing to do: about what waking up would
 /// cost.
@@ -36,7 +38,7 @@ const LOOK: usize = 32;
 
 /// What others tell the thread.
 pub(super) enum Mail {
-    Lane(LaneId, Box<Lane>),
+    Lane(LaneId, ClientId, Box<Lane>),
     Left(LaneId),
     Stop,
 }
@@ -57,6 +59,20 @@ pub(super) struct Engine {
     pub(super) mail: Receiver<Mail>,
     pub(super) bell: Bell,
     pub(super) stats: Arc<PushStats>,
+    pub(super) unreadable: Unreadable,
+}
+
+/// What could not be read, chunk by chunk: a disk that fails says so with every one.
+#[derive(Default)]
+pub(super) struct Unreadable(Seldom);
+
+impl Unreadable {
+    fn say(&mut self, stats: &PushStats, key: ExpertKey, error: &str) {
+        stats.unreadable();
+        if let Some(so_far) = self.0.once_more() {
+            tracing::error!(%key, error, so_far, "a spilled record could not be read");
+        }
+    }
 }
 
 /// Room that the thread uses again and again.
@@ -78,8 +94,8 @@ impl Engine {
         Limits {
             credits: usize::from(terms.credits),
             chunk_bytes: spill.chunk_bytes(),
-            reads: options.reads as usize,
-            per_lane: per_lane(spill.room()),
+            reads: spill.reads(),
+            per_client: per_client(spill.room()),
             deadline: options.deadline,
             lease: options.lease,
             stages,
@@ -123,8 +139,8 @@ impl Engine {
             match mail {
                 Mail::Stop => return None,
                 Mail::Left(lane) => ends.push((lane, LaneEnd::Left)),
-                Mail::Lane(id, lane) => {
-                    self.desk.add_lane(id);
+                Mail::Lane(id, client, lane) => {
+                    self.desk.add_lane(id, client);
                     self.lanes.insert(id, *lane);
                 }
             }
@@ -143,7 +159,7 @@ impl Engine {
         }
         self.expire(now);
         while self.spill.has_room()
-            && let Some(chunk) = self.desk.next_chunk()
+            && let Some(chunk) = self.desk.next_chunk(now)
         {
             busy = true;
             let device = self.lanes.get(&chunk.lane).map_or(0, |lane| lane.device);
@@ -237,9 +253,7 @@ impl Engine {
         let filled = match outcome {
             Ok(filled) => Some(filled),
             Err(error) => {
-                self.stats.unreadable();
-                tracing::error!(key = %chunk.place.key, from = chunk.from, %error,
-                    "a spilled record could not be read");
+                self.unreadable.say(&self.stats, chunk.place.key, &error);
                 None
             }
         };
@@ -286,16 +300,15 @@ impl Engine {
             return;
         }
         let mut leases = Vec::new();
-        let (deadline, stats, lanes) = (self.deadline, &self.stats, &mut self.lanes);
+        let Self { deadline, stats, lanes, unreadable, .. } = self;
         self.desk.expire(now, |overdue| match overdue {
             Overdue::Request(id, key, receipt) => {
                 if receipt.status == PushStatus::Unreadable {
-                    stats.unreadable();
                     let error = format!(
                         "the disk has not given it within {deadline:?}, which \
                         --push-deadline-ms bounds"
                     );
-                    tracing::error!(%key, error, "a spilled record could not be read");
+                    unreadable.say(stats, key, &error);
                 }
                 let lane = lanes.get_mut(&id);
                 lane.into_iter().for_each(|lane| lane.receipt(receipt));
@@ -369,13 +382,13 @@ impl Engine {
     }
 }
 
-/// Chunks that one lane may hold: a client that takes nothing of what is written to it keeps a
+/// Chunks that one client may hold on all its lanes: one that takes nothing of what is written to it keeps a
 /// quarter of all buffers at most, until its queue pair gives up.
-pub(super) fn per_lane(room: usize) -> usize {
+pub(super) fn per_client(room: usize) -> usize {
     (room / 4).max(2).min(room)
 }
 
-/// How a request that was taken has ended, for the counters.
+/// Whether a request that has ended so counts as an error.
 pub(super) fn is_error(status: PushStatus) -> bool {
     status != PushStatus::Done
 }

@@ -1,7 +1,7 @@
 //! One client's queue pair for spilled records on one rail.
 //!
 //! Sizes. `recv_wr`: one receive per credit with push; with stage two, since a client may send a
-//! `Release` and the next `Fetch` before the first is looked at. `send_wr`: every chunk that the lane
+//! `Release` and the next `Fetch` before the first is looked at. `send_wr`: every chunk that its client
 //! may hold, and two receipts per credit, since the completion of a receipt may be seen after the
 //! client's next request. What finds no room waits in the outbox, which the credits bound. The
 //! completion queue has a place for each of those.
@@ -12,8 +12,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use gpu_sys::verbs::{
-    CompletionQueue, Completions, MemoryRegion, Post, PostError, QueuePair, QueuePairOptions,
-    Remote, RemoteAccess, SettleError, Signal, VerbsError, WorkError, WriteFrom,
+    CompletionQueue, Completions, MemoryRegion, Post, PostError, PostRefused, QueuePair,
+    QueuePairOptions, Remote, RemoteAccess, SettleError, Signal, VerbsError, WorkError, WriteFrom,
 };
 use railset::message::Transfer;
 use railset::push::{MAX_REQUEST_BYTES, PushRequest, PushStatus, RECEIPT_BYTES, Receipt, Window};
@@ -53,6 +53,27 @@ pub(super) enum LaneEnd {
     Post(#[from] PostError),
     #[error("{0}")]
     Verbs(#[from] VerbsError),
+    #[error("what was read could not be made a request to the device: {0}")]
+    Refused(#[source] VerbsError),
+    #[error("the buffers are not registered with the lane's device")]
+    Unregistered,
+}
+
+/// What could not be made a request to the device.
+struct Unposted {
+    /// Its bytes, if it had some.
+    filled: Option<Filled>,
+    why: LaneEnd,
+}
+
+impl Unposted {
+    fn new(filled: Option<Filled>, why: LaneEnd) -> Box<Self> {
+        Box::new(Self { filled, why })
+    }
+
+    fn refused(PostRefused { carried, reason }: PostRefused<Carried>) -> Box<Self> {
+        Self::new(filled(carried), LaneEnd::Refused(reason))
+    }
 }
 
 /// What a lane has to send.
@@ -72,6 +93,8 @@ pub(super) struct Lane {
     outbox: VecDeque<Out>,
     /// Receipts in the outbox.
     unsent: usize,
+    /// Bytes that could not be sent, for their source.
+    unposted: Option<Filled>,
     batch: Vec<Post<Carried>>,
     /// When what is in flight was last seen to move.
     moved: Instant,
@@ -90,14 +113,14 @@ pub(super) struct Found {
 pub(super) fn sizes(
     transfer: Transfer,
     credits: u32,
-    per_lane: usize,
+    per_client: usize,
     max_wr: u32,
 ) -> QueuePairOptions {
     let (recv_wr, remote_access) = match transfer {
         Transfer::Push => (credits, RemoteAccess::None),
         Transfer::Stage => (2 * credits, RemoteAccess::Read),
     };
-    let send_wr = u32::try_from(per_lane).unwrap_or(u32::MAX).saturating_add(2 * credits);
+    let send_wr = u32::try_from(per_client).unwrap_or(u32::MAX).saturating_add(2 * credits);
     QueuePairOptions {
         port: 1,
         send_wr: send_wr.min(max_wr),
@@ -122,6 +145,7 @@ impl Lane {
             socket,
             outbox: VecDeque::new(),
             unsent: 0,
+            unposted: None,
             batch: Vec::new(),
             moved: Instant::now(),
             armed: false,
@@ -196,7 +220,15 @@ impl Lane {
                 _ => Signal::Yes,
             };
             self.unsent -= usize::from(matches!(out, Out::Receipt(_)));
-            self.batch.push(post(out, region, signal)?);
+            match post(out, region, signal) {
+                Ok(post) => self.batch.push(post),
+                Err(unposted) => {
+                    let Unposted { filled, why } = *unposted;
+                    // The lane ends by this, and gives its bytes back then.
+                    self.unposted = filled;
+                    return Err(why);
+                }
+            }
         }
         if !self.batch.is_empty() {
             if self.queue_pair.in_flight() == 0 {
@@ -238,23 +270,26 @@ impl Lane {
     /// Destroys the queue pair: nothing is sent any more. `each` gets the bytes that were being sent
     /// or were to be; if the device refuses, those being sent are leaked.
     pub(super) fn destroy(self, mut each: impl FnMut(Filled)) -> Result<(), VerbsError> {
-        let Self { queue_pair, outbox, batch, .. } = self;
+        let Self { queue_pair, outbox, batch, unposted: refused, .. } = self;
         let waiting = batch.into_iter().filter_map(|post| filled(post.into_carried()));
         let unposted = outbox.into_iter().filter_map(|out| match out {
             Out::Write(filled, ..) => Some(filled),
             Out::Receipt(_) => None,
         });
-        waiting.chain(unposted).for_each(&mut each);
+        refused.into_iter().chain(waiting).chain(unposted).for_each(&mut each);
         queue_pair.destroy(|carried| filled(carried).into_iter().for_each(&mut each))
     }
 }
 
-fn post(out: Out, region: Option<&MemoryRegion>, signal: Signal) -> Result<Post<Carried>, LaneEnd> {
-    let refused = |error: gpu_sys::verbs::PostRefused<Carried>| LaneEnd::Verbs(error.reason);
+fn post(
+    out: Out,
+    region: Option<&MemoryRegion>,
+    signal: Signal,
+) -> Result<Post<Carried>, Box<Unposted>> {
     match out {
         Out::Receipt(receipt) => {
             let tag = Tag { region: None, receipt: Some((receipt.status, receipt.bytes)) };
-            Post::send((None, tag), &receipt.encode(), signal).map_err(refused)
+            Post::send((None, tag), &receipt.encode(), signal).map_err(Unposted::refused)
         }
         Out::Write(filled, Window { address, rkey }, bytes) => {
             let remote = Remote { address, rkey };
@@ -262,14 +297,14 @@ fn post(out: Out, region: Option<&MemoryRegion>, signal: Signal) -> Result<Post<
                 (Filled::File(part, region), _) => {
                     let tag = Tag { region: Some(Arc::clone(&region)), receipt: None };
                     let carried = (Some(WriteFrom::File(part)), tag);
-                    Post::write(carried, &region, remote, signal).map_err(refused)
+                    Post::write(carried, &region, remote, signal).map_err(Unposted::refused)
                 }
                 (Filled::Slot(slot), Some(region)) => {
                     let carried = (Some(WriteFrom::Slot(slot.into_part(bytes))), Tag::default());
-                    Post::write(carried, region, remote, signal).map_err(refused)
+                    Post::write(carried, region, remote, signal).map_err(Unposted::refused)
                 }
                 // Slots come from a source that has registered them.
-                (Filled::Slot(_), None) => Err(LaneEnd::Left),
+                (slot, None) => Err(Unposted::new(Some(slot), LaneEnd::Unregistered)),
             }
         }
     }
@@ -280,5 +315,43 @@ pub(super) fn filled((from, tag): Carried) -> Option<Filled> {
     match from? {
         WriteFrom::Slot(part) => Some(Filled::Slot(part.into_slot())),
         WriteFrom::File(part) => tag.region.map(|region| Filled::File(part, region)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use gpu_sys::pinned::{HugePages, NumaPlacement, PinnedOptions};
+    use gpu_sys::slots::{PinnedSlot, pin_slots};
+
+    use super::*;
+
+    fn slot() -> PinnedSlot {
+        let (huge_pages, numa) = (HugePages::Off, NumaPlacement::Local);
+        let (_, mut slots) =
+            pin_slots(4096, 1, PinnedOptions { bytes: 0, huge_pages, numa }).unwrap();
+        slots.pop().unwrap()
+    }
+
+    #[test]
+    fn bytes_that_cannot_be_sent_come_back_with_the_reason() {
+        let out = Out::Write(Filled::Slot(slot()), Window::default(), 0..8);
+        let Err(unposted) = post(out, None, Signal::Yes) else {
+            panic!("no device knows the slot")
+        };
+        let Unposted { filled: Some(Filled::Slot(back)), why } = *unposted else {
+            panic!("the slot is lost");
+        };
+        assert!(matches!(why, LaneEnd::Unregistered), "{why}");
+
+        let reason = VerbsError::Setting {
+            what: "a length",
+            value: 0,
+            on: "a request".into(),
+            allowed: "1 or more".into(),
+        };
+        let carried = (Some(WriteFrom::Slot(back.into_part(0..0))), Tag::default());
+        let unposted = Unposted::refused(PostRefused { carried, reason });
+        assert!(matches!(unposted.filled, Some(Filled::Slot(_))));
+        assert!(unposted.why.to_string().contains("1 or more"), "{}", unposted.why);
     }
 }

@@ -32,8 +32,9 @@ use railset::message::{SpillTerms, Transfer};
 
 use crate::ledger::Ledger;
 use bell::Bell;
+pub(crate) use desk::ClientId;
 use desk::{Desk, LaneId};
-use engine::{Engine, Mail, per_lane};
+use engine::{Engine, Mail, Unreadable, per_client};
 use lane::{Carried, Lane};
 pub use options::{PushError, PushOptions, SpillWish};
 use spill::{Makings, Spill};
@@ -50,7 +51,7 @@ pub(crate) struct PushEngine {
     devices: Vec<Arc<ProtectionDomain>>,
     channels: Vec<Arc<CompletionChannel>>,
     terms: SpillTerms,
-    per_lane: usize,
+    per_client: usize,
     source: &'static str,
     post: Post,
     next_lane: AtomicU64,
@@ -105,14 +106,14 @@ impl PushEngine {
             source,
             transfer = transfer_name(terms.transfer),
             buffers = spill.room(),
-            reads = options.reads,
+            reads = spill.reads(),
             "spilled records are sent when they are asked for"
         );
         let channels = devices.iter().map(|domain| CompletionChannel::new(domain.context()));
         let channels: Vec<_> = channels.collect::<Result<_, _>>()?;
         let stats = Arc::<PushStats>::default();
         let (sender, mail) = channel();
-        let per_lane = per_lane(spill.room());
+        let per_client = per_client(spill.room());
         let engine = Engine {
             lanes: BTreeMap::new(),
             staged: HashMap::new(),
@@ -127,13 +128,14 @@ impl PushEngine {
             mail,
             bell: bell.clone(),
             stats: Arc::clone(&stats),
+            unreadable: Unreadable::default(),
         };
         let (post, name) = (Post { mail: sender, bell }, "push");
         let builder = std::thread::Builder::new().name(name.into());
         let thread = builder.spawn(move || engine.run());
         let thread = Some(thread.map_err(|source| PushError::Thread { name, source })?);
         let next_lane = AtomicU64::new(0);
-        Ok(Self { devices, channels, terms, per_lane, source, post, next_lane, stats, thread })
+        Ok(Self { devices, channels, terms, per_client, source, post, next_lane, stats, thread })
     }
 
     /// Makes the queue pair of a client's lane on a port of device `device`.
@@ -141,7 +143,7 @@ impl PushEngine {
         let (domain, channel) = (&self.devices[device], &self.channels[device]);
         let SpillTerms { transfer, credits, .. } = self.terms;
         let max_wr = domain.context().limits().max_qp_wr;
-        let sizes = lane::sizes(transfer, credits.into(), self.per_lane, max_wr);
+        let sizes = lane::sizes(transfer, credits.into(), self.per_client, max_wr);
         let options = QueuePairOptions { port, ..sizes };
         let entries = options.send_wr + options.recv_wr;
         let queue = CompletionQueue::with_channel(channel, entries)?;
@@ -149,12 +151,12 @@ impl PushEngine {
         Ok(PreparedLane { prepared, queue, device })
     }
 
-    /// Connects a lane and begins to serve it. `socket` is the client's control connection.
+    /// Connects a lane of `client`'s and begins to serve it. `socket` is its control connection.
     pub(crate) fn connect(
         &self,
         lane: PreparedLane,
-        remote: &RemoteEnd,
-        local: &LocalEnd,
+        (remote, local): (&RemoteEnd, &LocalEnd),
+        client: ClientId,
         socket: TcpStream,
     ) -> Result<LaneTicket, VerbsError> {
         let PreparedLane { prepared, queue, device } = lane;
@@ -163,7 +165,7 @@ impl PushEngine {
         let id = LaneId(self.next_lane.fetch_add(1, Ordering::Relaxed));
         let lane = Lane::new(queue_pair, queue, device, socket);
         self.stats.lane_came();
-        self.post.send(Mail::Lane(id, Box::new(lane)));
+        self.post.send(Mail::Lane(id, client, Box::new(lane)));
         Ok(LaneTicket { post: self.post.clone(), lane: id })
     }
 

@@ -13,7 +13,7 @@ use railset::wire::DecodeError;
 use rand::Rng;
 
 use super::Published;
-use crate::push::LaneTicket;
+use crate::push::{ClientId, LaneTicket};
 use crate::residency::live::Seat;
 
 /// Why a client's rails end.
@@ -41,6 +41,7 @@ pub(crate) struct RailClient {
     pairs: Vec<QueuePair<()>>,
     /// The client's queue pairs for spilled records, which end with these.
     lanes: Vec<LaneTicket>,
+    client: ClientId,
     socket: TcpStream,
     /// Among those that are waited for before slots are overwritten; given up after the queue pairs.
     seat: Option<Seat>,
@@ -49,13 +50,17 @@ pub(crate) struct RailClient {
 }
 
 impl RailClient {
-    /// For the client whose control connection is `socket`.
-    pub(crate) fn new(published: &Arc<Published>, socket: &TcpStream) -> Result<Self, ClientEnd> {
+    /// For `client`, whose control connection is `socket`.
+    pub(crate) fn new(
+        published: &Arc<Published>,
+        client: ClientId,
+        socket: &TcpStream,
+    ) -> Result<Self, ClientEnd> {
         let generation = published.residency.live().generation();
         let machine = PeerHandshake::new(Arc::new(published.rails.with_generation(generation)));
         let socket = socket.try_clone().map_err(ClientEnd::Socket)?;
         let (published, pairs, lanes) = (Arc::clone(published), Vec::new(), Vec::new());
-        Ok(Self { published, machine, pairs, lanes, socket, seat: None, sent: 0 })
+        Ok(Self { published, machine, pairs, lanes, client, socket, seat: None, sent: 0 })
     }
 
     /// Queue pairs of this client that it READs through.
@@ -156,7 +161,7 @@ impl RailClient {
         let end = QueuePairEnd { qpn: Qpn::new(lane.number())?, psn };
         let (remote, local) = driver::ends(bring_up, local, remote, psn);
         let socket = self.socket.try_clone().map_err(ClientEnd::Socket)?;
-        self.lanes.push(push.connect(lane, &remote, &local, socket)?);
+        self.lanes.push(push.connect(lane, (&remote, &local), self.client, socket)?);
         Ok(end)
     }
 }

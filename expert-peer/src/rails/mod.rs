@@ -37,6 +37,7 @@ use crate::residency::keeper::{Keeper, Start};
 use crate::residency::{ProfileError, Residency, ResidencyOptions, profile};
 use budget::{Bounds, Plan};
 pub(crate) use client::{ClientEnd, RailClient};
+use resident::Loaded;
 
 /// Which rails a peer is to serve.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -206,7 +207,9 @@ impl Published {
         let records = plan.first_records(profile.as_deref());
         let all: Vec<ExpertKey> = layout.keys().collect();
         let keys: Vec<_> = records.iter().map(|&record| all[record]).collect();
-        let (memory, slots) = resident::load(store, &plan, &keys)?;
+        let Loaded { memory, slots, sound } = resident::load(store, &plan, &keys, &ledger)?;
+        let published = records.iter().zip(sound).map(|(&record, sound)| sound.then_some(record));
+        let records = published.collect();
         let regions = register(&served, &memory, &plan)?;
         let column = |&device: &usize| {
             let region: &MemoryRegion = &regions[device];

@@ -1,7 +1,8 @@
 //! The records that are held in memory for clients to READ.
 //!
 //! One pinned region of equal slots, as large as the largest record of any layer, so that a slot
-//! can hold whatever record. The region is filled before anything is registered or published; later
+//! can hold whatever record. The region is filled before anything is registered or published, and each
+//! record is checked in its slot: one that is damaged is withdrawn, and its slot left to others. Later
 //! each slot's one owner, the residency thread, gives it other contents.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -16,18 +17,29 @@ use gpu_sys::slots::{PinnedSlot, SlotMemory, pin_slots};
 
 use super::RailsError;
 use super::budget::Plan;
+use crate::ledger::Ledger;
+use crate::residency::check;
 
 /// Most threads that read the store at start.
 const MAX_READERS: usize = 8;
 /// How often a long load says how far it is.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Pins a region for `plan` and reads `keys` into its slots, in their order.
+/// A region, its slots, and for each of the records that were to be in them whether it is.
+pub(super) struct Loaded {
+    pub(super) memory: Arc<SlotMemory>,
+    pub(super) slots: Vec<PinnedSlot>,
+    pub(super) sound: Vec<bool>,
+}
+
+/// Pins a region for `plan` and reads `keys` into its slots, in their order. What is damaged is
+/// withdrawn from `ledger`.
 pub(super) fn load(
     store: &ExpertStore,
     plan: &Plan,
     keys: &[ExpertKey],
-) -> Result<(Arc<SlotMemory>, Vec<PinnedSlot>), RailsError> {
+    ledger: &Ledger,
+) -> Result<Loaded, RailsError> {
     let bytes = plan.bytes();
     let too_large = |_| RailsError::TooLarge { bytes };
     let slot_bytes = usize::try_from(plan.slot_bytes).map_err(too_large)?;
@@ -37,20 +49,23 @@ pub(super) fn load(
     let (memory, mut slots) =
         pin_slots(slot_bytes, slots, options).map_err(|source| RailsError::Pin { source })?;
     let progress = Progress::new(keys.len() as u64);
-    fill(store, keys, &mut slots, &progress)?;
-    tracing::info!(records = keys.len(), spilled = plan.records - plan.slots,
+    let sound = fill(store, keys, &mut slots, ledger, &progress)?;
+    let records = sound.iter().filter(|sound| **sound).count();
+    tracing::info!(records, spilled = plan.records - records as u64,
         region = %Bytes(bytes), limited_by = plan.bound_by, pages = %memory.pages().page_kind(),
         ms = progress.started.elapsed().as_millis(), "records are in memory");
-    Ok((memory, slots))
+    Ok(Loaded { memory, slots, sound })
 }
 
-/// Reads each of `keys` into the slot at its place, on several threads.
+/// Reads each of `keys` into the slot at its place and checks it there, on several threads; says which
+/// are sound.
 fn fill(
     store: &ExpertStore,
     keys: &[ExpertKey],
     slots: &mut [PinnedSlot],
+    ledger: &Ledger,
     progress: &Progress,
-) -> Result<(), RailsError> {
+) -> Result<Vec<bool>, RailsError> {
     let slots: Vec<Mutex<&mut PinnedSlot>> = slots.iter_mut().map(Mutex::new).collect();
     let next = AtomicUsize::new(0);
     let readers = std::thread::available_parallelism().map_or(1, usize::from).min(MAX_READERS);
@@ -67,6 +82,11 @@ fn fill(
                 next.store(keys.len(), Ordering::Relaxed);
                 return Err(RailsError::Load { source });
             }
+            if let Err(mismatch) = check(store.manifest(), key, slot.bytes()) {
+                tracing::error!(%key, %mismatch,
+                    "a record is damaged on disk; it is withdrawn until the store is mended");
+                ledger.withdraw(key);
+            }
             progress.one_more(record_bytes as u64);
         }
     };
@@ -76,7 +96,8 @@ fn fill(
             Ok(result) => result,
             Err(panic) => std::panic::resume_unwind(panic),
         })
-    })
+    })?;
+    Ok(keys.iter().map(|&key| !ledger.is_withdrawn(key)).collect())
 }
 
 /// Says how far a load is, now and then.
@@ -102,5 +123,33 @@ impl Progress {
         if self.said.fetch_max(interval, Ordering::Relaxed) < interval {
             tracing::info!(done, of = self.records, read = %Bytes(bytes), "reading the store");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use expert_tier::testing::TestStore;
+
+    use super::*;
+
+    #[test]
+    fn a_record_that_is_damaged_on_disk_is_withdrawn_before_anything_is_published() {
+        let test = TestStore::new(2, 4, &[5_000, 3_000], 78);
+        let store = test.open();
+        let keys: Vec<_> = store.manifest().layout().keys().collect();
+        for record in [1, 6] {
+            test.flip_bit(keys[record], 1_000);
+        }
+        let ledger = Ledger::new(store.manifest());
+        let slot_bytes = store.manifest().layout().max_stride() as usize;
+        let (huge_pages, numa) = (HugePages::Off, NumaPlacement::Local);
+        let options = PinnedOptions { bytes: 0, huge_pages, numa };
+        let (_, mut slots) = pin_slots(slot_bytes, 5, options).unwrap();
+        let progress = Progress::new(5);
+        // The other one is not read, and nobody knows of it yet.
+        let sound = fill(&store, &keys[..5], &mut slots, &ledger, &progress).unwrap();
+        assert_eq!(sound, [true, false, true, true, true]);
+        let withdrawn: Vec<_> = (0..8).filter(|record| ledger.has_withdrawn(*record)).collect();
+        assert_eq!(withdrawn, [1]);
     }
 }

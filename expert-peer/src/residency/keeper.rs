@@ -2,7 +2,10 @@
 //!
 //! Work is done in rounds. A round looks at the records that clients got damaged, repairs what it
 //! finds, and then moves what the policy says, all moves of a round with two tables: one without the
-//! records that go, one with those that came. Nothing is published that was not checked in its slot.
+//! records that go, one with those that came.
+//!
+//! A record that cannot be read into memory is left alone for [`LOOK_AGAIN`]; meanwhile the slot that
+//! it was to have is another's.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -11,9 +14,8 @@ use std::thread::Thread;
 use std::time::{Duration, Instant};
 
 use expert_tier::key::ExpertKey;
-use expert_tier::record::{Mismatch, RecordCheck};
+use expert_tier::record::Mismatch;
 use expert_tier::store::manifest::Manifest;
-use expert_tier::store::verify::{RecordError, RecordReader};
 use expert_tier::store::{ExpertStore, StoreError};
 use gpu_sys::slots::PinnedSlot;
 use metrics::{counter, gauge};
@@ -23,13 +25,15 @@ use super::live::LiveTable;
 use super::places::Places;
 use super::policy::{Move, Policy};
 use super::reports::Reports;
-use super::{Residency, ResidencyOptions};
+use super::{Residency, ResidencyOptions, check};
 use crate::ledger::Ledger;
+use crate::seldom::Seldom;
 
 /// Records that are looked at for damage, per second and at once: each costs a read of its own.
 const CHECKS_PER_S: f64 = 8.0;
-/// A record that was looked at is not looked at again for so long, whatever clients say.
-const LOOK_AGAIN: Duration = Duration::from_secs(10);
+/// A record that was looked at is not looked at again for so long, whatever clients say; and one that
+/// could not be read is not read again.
+pub(super) const LOOK_AGAIN: Duration = Duration::from_secs(10);
 /// The generation of the first table.
 const FIRST_GENERATION: u64 = 1;
 
@@ -37,32 +41,35 @@ const FIRST_GENERATION: u64 = 1;
 pub(crate) struct Start {
     pub(crate) slots: Vec<PinnedSlot>,
     pub(crate) slot_bytes: u64,
-    /// The record in each slot, by its number.
-    pub(crate) records: Vec<usize>,
+    /// The record in each slot, by its number; `None` where there is none that may be published.
+    pub(crate) records: Vec<Option<usize>>,
     /// Where clients find the slots, by rail.
     pub(crate) columns: Vec<Column>,
 }
 
 /// Moves records between disk and memory.
 pub(crate) struct Keeper {
-    shared: Arc<Residency>,
-    manifest: Arc<Manifest>,
+    pub(super) shared: Arc<Residency>,
+    pub(super) manifest: Arc<Manifest>,
     options: ResidencyOptions,
     /// The records' names, by their numbers.
-    keys: Vec<ExpertKey>,
-    slots: Vec<PinnedSlot>,
+    pub(super) keys: Vec<ExpertKey>,
+    pub(super) slots: Vec<PinnedSlot>,
     slot_bytes: u64,
     columns: Vec<Column>,
-    places: Places,
+    pub(super) places: Places,
     policy: Policy,
     /// Time of all rounds so far.
-    clock: Duration,
+    pub(super) clock: Duration,
     /// Records that may be looked at for damage now.
-    checks: f64,
+    pub(super) checks: f64,
     /// When records were looked at for damage.
-    looked_at: HashMap<usize, Duration>,
+    pub(super) looked_at: HashMap<usize, Duration>,
+    /// When records could not be read into memory.
+    pub(super) unread: HashMap<usize, Duration>,
+    unreads: Seldom,
     /// Moves that did not wait for every client.
-    late: u64,
+    late: Seldom,
 }
 
 /// Ends a keeper's thread when dropped; it may have a round under way, and ends after it.
@@ -90,7 +97,8 @@ impl Keeper {
         let Start { slots, slot_bytes, records, columns } = start;
         let keys: Vec<ExpertKey> = layout.keys().collect();
         let mut places = Places::new(keys.len(), slots.len());
-        (0..).zip(records).for_each(|(slot, record)| places.put(record, slot));
+        let filled = (0..).zip(records).filter_map(|(slot, record)| Some((record?, slot)));
+        filled.for_each(|(record, slot)| places.put(record, slot));
         let table = places.describe(layout, &columns, slot_bytes, FIRST_GENERATION)?;
         let record_bytes = |key: &ExpertKey| layout.locate(*key).map_or(0, |it| it.record_bytes());
         let sizes = keys.iter().map(record_bytes).collect();
@@ -114,7 +122,9 @@ impl Keeper {
             clock: Duration::ZERO,
             checks: CHECKS_PER_S,
             looked_at: HashMap::new(),
-            late: 0,
+            unread: HashMap::new(),
+            unreads: Seldom::default(),
+            late: Seldom::default(),
         };
         Ok((shared, keeper))
     }
@@ -159,7 +169,9 @@ impl Keeper {
         let ledger = Arc::clone(&self.shared.ledger);
         self.policy.observe(elapsed, |record| ledger.take_fetches(record));
         // A withdrawn one has no sound copy on disk: it cannot come, and must not go.
-        let may_move = |record| !ledger.has_withdrawn(record);
+        let (now, unread) = (self.clock, &mut self.unread);
+        unread.retain(|_, then| now.saturating_sub(*then) < LOOK_AGAIN);
+        let may_move = |record| !ledger.has_withdrawn(record) && !unread.contains_key(&record);
         let moves = self.policy.choose(&self.places, &may_move);
         self.carry_out(store, &moves, stopped)?;
         gauge!("metrale_peer_resident_records").set(self.places.resident().count() as f64);
@@ -181,13 +193,14 @@ impl Keeper {
             self.shared.demotions.fetch_add(gone.len() as u64, Ordering::Relaxed);
             counter!("metrale_peer_demotions_total").increment(gone.len() as u64);
             let behind = self.shared.live.wait_acknowledged(generation, self.options.move_ack);
-            self.late += u64::from(behind > 0);
             // One that never follows would say so with every move.
-            if behind > 0 && self.late.is_power_of_two() {
+            if behind > 0
+                && let Some(so_far) = self.late.once_more()
+            {
                 tracing::info!(
                     clients = behind,
                     generation,
-                    so_far = self.late,
+                    so_far,
                     move_ack_ms = self.options.move_ack.as_millis(),
                     "clients have not acknowledged a table in time; they may fetch records anew"
                 );
@@ -224,7 +237,10 @@ impl Keeper {
     fn bring(&mut self, store: &ExpertStore, record: usize, slot: u32) -> bool {
         let key = self.keys[record];
         if let Err(error) = self.read(store, key, slot) {
-            tracing::error!(%key, %error, "a record could not be brought into memory");
+            self.unread.insert(record, self.clock);
+            if let Some(so_far) = self.unreads.once_more() {
+                tracing::error!(%key, %error, so_far, "a record could not be brought into memory");
+            }
             return false;
         }
         if let Err(mismatch) = self.check(key, slot) {
@@ -243,66 +259,9 @@ impl Keeper {
     }
 
     /// Holds a slot's bytes against the record that should be in it.
-    fn check(&self, key: ExpertKey, slot: u32) -> Result<(), Mismatch> {
-        // Every key is of the store; were one not, nothing would pass for it.
-        let Ok(identity) = self.manifest.identity(key) else {
-            return Err(Mismatch::Short { found: 0, expected: 0 });
-        };
-        let mut check = RecordCheck::new(identity);
-        check.advance(self.slots[slot as usize].bytes());
-        check.finish()
+    pub(super) fn check(&self, key: ExpertKey, slot: u32) -> Result<(), Mismatch> {
+        check(&self.manifest, key, self.slots[slot as usize].bytes())
     }
-
-    /// Looks at the records that clients have got damaged, a few at a time; says what to repair.
-    fn look_at_reports(&mut self, store: &ExpertStore) -> Vec<Move> {
-        let now = self.clock;
-        self.looked_at.retain(|_, then| now.saturating_sub(*then) < LOOK_AGAIN);
-        let reported = self.shared.reports.take(self.checks as usize);
-        self.checks -= reported.len() as f64;
-        let mut repairs = Vec::new();
-        for key in reported {
-            let Some(record) = self.shared.ledger.number(key) else { continue };
-            if self.looked_at.insert(record, now).is_none() {
-                repairs.extend(self.look_at(store, record));
-            }
-        }
-        repairs
-    }
-
-    /// Looks at both copies of a record.
-    fn look_at(&self, store: &ExpertStore, record: usize) -> Option<Move> {
-        let key = self.keys[record];
-        let slot = self.places.slot(record);
-        let memory = slot.map_or(Ok(()), |slot| self.check(key, slot));
-        let disk = read_through(store, key);
-        match &disk {
-            Ok(()) => {}
-            Err(RecordError::Store(error)) => {
-                tracing::error!(%key, %error, "a record that a client got damaged cannot be read");
-            }
-            Err(error) => {
-                let in_memory = slot.is_some() && memory.is_ok();
-                tracing::error!(%key, %error, in_memory,
-                    "a record is damaged on disk; it is withdrawn until the store is mended");
-                self.shared.ledger.withdraw(key);
-            }
-        }
-        let Some((slot, mismatch)) = slot.zip(memory.err()) else {
-            if disk.is_ok() {
-                tracing::info!(%key, in_memory = slot.is_some(),
-                    "a client got a damaged record; the copies here are sound");
-            }
-            return None;
-        };
-        tracing::error!(%key, slot, %mismatch, "a record in memory is damaged; it is read anew");
-        Some(Move { slot, out: Some(record), into: disk.is_ok().then_some(record) })
-    }
-}
-
-/// Reads all of a record from disk and checks it, a chunk at a time.
-fn read_through(store: &ExpertStore, key: ExpertKey) -> Result<(), RecordError> {
-    let identity = store.manifest().identity(key).map_err(StoreError::from)?;
-    RecordReader::open(store, key)?.read(0, identity.payload_bytes, |_| Ok(()))
 }
 
 #[cfg(test)]

@@ -15,7 +15,7 @@ const LONG: Duration = Duration::from_secs(30);
 /// Bytes into a record, and into its payload.
 const IN_PAYLOAD: u64 = 1000;
 
-/// A keeper of two layers of four experts, whose first three records are in memory.
+/// A keeper of two layers of four experts, whose first three records, or all, are in memory.
 struct Kept {
     test: TestStore,
     store: ExpertStore,
@@ -25,12 +25,16 @@ struct Kept {
 
 impl Kept {
     fn new(move_ack: Duration) -> Self {
+        Self::with_slots(3, move_ack)
+    }
+
+    fn with_slots(count: usize, move_ack: Duration) -> Self {
         let test = TestStore::new(2, 4, &[5_000, 3_000], 77);
         let store = test.open();
         let slot_bytes = store.manifest().layout().max_stride();
         let (huge_pages, numa) = (HugePages::Off, NumaPlacement::Local);
         let pinned = PinnedOptions { bytes: 0, huge_pages, numa };
-        let (_, mut slots) = pin_slots(slot_bytes as usize, 3, pinned).unwrap();
+        let (_, mut slots) = pin_slots(slot_bytes as usize, count, pinned).unwrap();
         let keys: Vec<_> = store.manifest().layout().keys().collect();
         for (slot, &key) in slots.iter_mut().zip(&keys) {
             let layer = store.manifest().layout().locate(key).unwrap();
@@ -38,7 +42,7 @@ impl Kept {
             store.read_at(key, 0, bytes).unwrap();
         }
         let columns = vec![Column { base: 1 << 32, rkey: 5 }];
-        let start = Start { slots, slot_bytes, records: vec![0, 1, 2], columns };
+        let start = Start { slots, slot_bytes, records: (0..count).map(Some).collect(), columns };
         let options = ResidencyOptions { move_ack, ..ResidencyOptions::default() };
         let ledger = Arc::new(Ledger::new(store.manifest()));
         let (shared, keeper) = Keeper::new(store.manifest(), ledger, start, options).unwrap();
@@ -170,6 +174,36 @@ fn a_record_that_is_damaged_in_memory_is_read_anew() {
 }
 
 #[test]
+fn a_peer_that_spills_nothing_mends_a_record_under_the_table_that_names_it() {
+    let all: Vec<_> = (0..8).collect();
+    let mut kept = Kept::with_slots(8, LONG);
+    let at = IN_PAYLOAD as usize;
+    kept.keeper.slots[1].bytes_mut()[at] ^= 1;
+    kept.damaged(1);
+    kept.round();
+    assert_eq!((kept.counts(), kept.resident()), ([1, 0, 0, 0], all.clone()));
+    // What the disk does not give now stays, for it may give it later.
+    kept.keeper.slots[2].bytes_mut()[at] ^= 1;
+    let path = kept.test.path().join(layer_file_name(0));
+    let whole = std::fs::read(&path).unwrap();
+    OpenOptions::new().write(true).open(&path).unwrap().set_len(100).unwrap();
+    kept.damaged(2);
+    kept.round();
+    assert_eq!(kept.counts(), [1, 0, 0, 0]);
+    std::fs::write(&path, whole).unwrap();
+    (0..10).for_each(|_| kept.round());
+    kept.damaged(2);
+    kept.round();
+    assert_eq!((kept.counts(), kept.resident()), ([1, 0, 0, 0], all));
+    // A record that is damaged on disk, too, is nowhere.
+    kept.keeper.slots[5].bytes_mut()[at] ^= 1;
+    kept.test.flip_bit(kept.key(5), IN_PAYLOAD);
+    kept.damaged(5);
+    kept.round();
+    assert_eq!((kept.counts(), kept.resident()), ([2, 0, 1, 1], vec![0, 1, 2, 3, 4, 6, 7]));
+}
+
+#[test]
 fn a_record_that_is_damaged_on_disk_is_withdrawn_and_a_sound_copy_in_memory_kept() {
     let mut kept = Kept::new(LONG);
     for record in [0, 4] {
@@ -231,15 +265,20 @@ fn a_record_that_cannot_be_read_now_may_come_later() {
     let file = OpenOptions::new().write(true).open(&path).unwrap();
     file.set_len(100).unwrap();
     kept.fetched(5, 90);
+    kept.fetched(3, 9);
     kept.damaged(5);
+    kept.keeper.policy = Policy::new(vec![5_000; 8], 5_000);
     kept.round();
     assert_eq!(kept.counts(), [2, 0, 1, 0], "a slot is free");
     kept.round();
-    assert_eq!(kept.counts(), [2, 0, 1, 0]);
-    std::fs::write(&path, whole).unwrap();
-    kept.round();
-    assert!(kept.resident().contains(&5));
+    assert!(kept.resident().contains(&3), "and is another's");
     assert_eq!(kept.counts(), [3, 1, 1, 0]);
+    (0..5).for_each(|_| kept.round());
+    assert_eq!(kept.counts(), [3, 1, 1, 0], "it is not tried all the time");
+    std::fs::write(&path, whole).unwrap();
+    (0..10).for_each(|_| kept.round());
+    assert!(kept.resident().contains(&5));
+    assert_eq!(kept.counts(), [5, 2, 2, 0]);
 }
 
 #[test]

@@ -9,12 +9,16 @@
 //! the slot's old record is spilled, and the slot is left alone until every client has acknowledged
 //! that table or `move_ack` has passed. A client that reads by an older table all the same gets
 //! another record, or a mixture: its check refuses both, and it asks for a push.
+//!
+//! Nothing is published that was not checked in its slot: what is loaded at the start
+//! (`rails/resident.rs`), what is moved, and what is repaired.
 
 pub(crate) mod keeper;
 pub(crate) mod live;
 mod places;
 mod policy;
 pub(crate) mod profile;
+mod repair;
 mod reports;
 
 use std::sync::Arc;
@@ -22,6 +26,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use expert_tier::key::ExpertKey;
+use expert_tier::record::{Mismatch, RecordCheck};
+use expert_tier::store::manifest::Manifest;
 use railset::message::{Damaged, Usage};
 use railset::table::SPILLED;
 
@@ -30,6 +36,17 @@ use crate::status::{LayerResidency, ResidencyReport};
 use live::LiveTable;
 pub use profile::ProfileError;
 use reports::Reports;
+
+/// Holds bytes against the record that they should start with.
+pub(crate) fn check(manifest: &Manifest, key: ExpertKey, bytes: &[u8]) -> Result<(), Mismatch> {
+    // Every key is of the store; were one not, nothing would pass for it.
+    let Ok(identity) = manifest.identity(key) else {
+        return Err(Mismatch::Short { found: 0, expected: 0 });
+    };
+    let mut check = RecordCheck::new(identity);
+    check.advance(bytes);
+    check.finish()
+}
 
 /// How records move between disk and memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -23,6 +23,7 @@ pub(in crate::push) struct Mapped {
     /// Ranges that are registered, or about to be.
     pinned: usize,
     count: usize,
+    threads: usize,
     chunk_bytes: u64,
 }
 
@@ -65,11 +66,15 @@ impl Mapped {
         };
         let threads = PIN_THREADS.min(makings.options.reads as usize);
         let workers = Workers::start("push-pin", threads, makings.bell, act)?;
-        Ok(Self { workers, pinned: 0, count, chunk_bytes })
+        Ok(Self { workers, pinned: 0, count, threads, chunk_bytes })
     }
 
     pub(super) fn chunk_bytes(&self) -> u64 {
         self.chunk_bytes
+    }
+
+    pub(super) fn reads(&self) -> usize {
+        self.threads
     }
 
     pub(super) fn count(&self) -> usize {

@@ -108,6 +108,15 @@ impl Spill {
         }
     }
 
+    /// Chunks that are read at once: what is given to it beyond would wait there, and look as if the
+    /// disk kept it.
+    pub(super) fn reads(&self) -> usize {
+        match self {
+            Self::Slots(slots) => slots.reads(),
+            Self::Mapped(mapped) => mapped.reads(),
+        }
+    }
+
     /// Chunks that there is room for at once.
     pub(super) fn room(&self) -> usize {
         match self {
@@ -132,7 +141,7 @@ impl Spill {
         }
     }
 
-    /// Hands out what has been read; never waits. Says if there was anything.
+    /// Hands out what has been read; never waits.
     pub(super) fn turn(&mut self, ended: &mut Vec<Ended>) {
         match self {
             Self::Slots(slots) => slots.turn(ended),

@@ -28,6 +28,8 @@ pub(in crate::push) struct Slots {
     regions: Vec<MemoryRegion>,
     free: Vec<PinnedSlot>,
     count: usize,
+    /// Slots that are read into at once.
+    reads: usize,
     slot_bytes: u64,
     failures: u64,
 }
@@ -71,13 +73,14 @@ impl Slots {
         let options = PinnedOptions { bytes: 0, huge_pages, numa };
         let (memory, free) = pin_slots(slot_bytes as usize, count, options)?;
         let reader = reader(&memory)?;
+        let reads = reads(&reader, makings.options.reads, slot_bytes);
         let bytes = memory.pages().len();
         let register = |domain| {
             let memory: Arc<dyn Memory> = Arc::<SlotMemory>::clone(&memory);
             MemoryRegion::register(domain, memory, 0..bytes, access)
         };
         let regions = makings.devices.iter().map(register).collect::<Result<_, _>>()?;
-        Ok(Self { reader, regions, free, count, slot_bytes, failures: 0 })
+        Ok(Self { reader, regions, free, count, reads, slot_bytes, failures: 0 })
     }
 
     pub(super) fn name(&self) -> &'static str {
@@ -93,6 +96,10 @@ impl Slots {
 
     pub(super) fn count(&self) -> usize {
         self.count
+    }
+
+    pub(super) fn reads(&self) -> usize {
+        self.reads
     }
 
     pub(super) fn has_room(&self) -> bool {
@@ -151,6 +158,16 @@ impl Slots {
             Reader::Direct(reader) => Some(reader.as_fd()),
             Reader::Buffered(_) => None,
         }
+    }
+}
+
+/// How many slots are read into at once, where the disk has at most `depth` reads: a thread has one,
+/// and the ring has each in pieces.
+fn reads(reader: &Reader, depth: u32, slot_bytes: u64) -> usize {
+    let depth = depth as usize;
+    match reader {
+        Reader::Direct(_) => depth.div_ceil(slot_bytes.div_ceil(CHUNK_BYTES).max(1) as usize),
+        Reader::Buffered(_) => BUFFERED_THREADS.min(depth),
     }
 }
 
