@@ -31,6 +31,9 @@ use crate::seldom::Seldom;
 /// How long the thread goes on looking when there has been nothing to do: about what waking up would
 /// cost.
 const SPIN: Duration = Duration::from_micros(50);
+/// The same while a request waits or is being read: a read by an NVMe disk takes about as long, and
+/// would else have its client wait for this thread to wake up, too.
+const SPIN_QUEUED: Duration = Duration::from_micros(200);
 /// Longest wait in poll(2); everything that ends one earlier has a descriptor or a deadline.
 const MOST_WAIT: Duration = Duration::from_secs(1);
 /// Most completions of a lane that one look takes, so that lanes take turns.
@@ -118,7 +121,8 @@ impl Engine {
                 continue;
             }
             let since = *quiet_since.get_or_insert_with(Instant::now);
-            if since.elapsed() < SPIN {
+            let spin = if self.desk.queued() > 0 { SPIN_QUEUED } else { SPIN };
+            if since.elapsed() < spin {
                 std::hint::spin_loop();
                 continue;
             }
