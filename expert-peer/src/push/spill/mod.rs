@@ -188,3 +188,25 @@ fn count_of(flag: &'static str, bytes: u64, each: u64) -> Result<usize, PushErro
 fn whole_request(range_bytes: u32) -> u64 {
     u64::from(range_bytes).next_multiple_of(PAGE_BYTES) + PAGE_BYTES
 }
+
+#[cfg(test)]
+mod tests {
+    use expert_tier::testing::TestStore;
+
+    use super::*;
+
+    #[test]
+    fn a_source_is_given_no_more_than_it_reads_at_once() {
+        let store = Arc::new(TestStore::new(1, 2, &[5_000], 1).open());
+        let bell = Bell::new().unwrap();
+        for (reads, by_threads, by_mapping) in [(32, 4, 8), (2, 2, 2)] {
+            let options = PushOptions { reads, ..PushOptions::default() };
+            let (store, range_bytes) = (&store, 1 << 20);
+            let makings =
+                Makings { store, options: &options, devices: &[], range_bytes, bell: &bell };
+            let buffered = Slots::buffered(&makings).map(Spill::Slots).unwrap();
+            let mapped = Mapped::open(&makings).map(Spill::Mapped).unwrap();
+            assert_eq!((buffered.reads(), mapped.reads()), (by_threads, by_mapping));
+        }
+    }
+}
