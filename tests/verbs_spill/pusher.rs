@@ -308,6 +308,46 @@ impl Pusher {
         self.receipt(done(fetch))
     }
 
+    /// Does what an honest peer does, and has `times` more WRITEs of other bytes follow without a pause;
+    /// fails when one of those is refused, which ends the queue pair.
+    pub(crate) fn push_and_go_on(
+        &mut self,
+        store: &TestStore,
+        fetch: &Fetch,
+        times: usize,
+    ) -> anyhow::Result<()> {
+        self.load(store, fetch);
+        let bytes = fetch.bytes as usize;
+        let remote = Remote { address: fetch.into.address, rkey: fetch.into.rkey };
+        let write = |at| {
+            let block = Block::new(&self.pages, at, bytes);
+            Post::write(block, &self.region, remote, Signal::Yes).expect("inside")
+        };
+        let nothing = Block::new(&self.pages, 0, 0);
+        let receipt = Post::send(nothing, &done(fetch).encode(), Signal::Yes).expect("short");
+        let mut batch = vec![write(0), receipt];
+        batch.extend(std::iter::repeat_with(|| write(SPOIL_AT)).take(times));
+        self.pair.post(&mut batch).expect("room");
+        let started = Instant::now();
+        while self.ended.len() < 2 + times {
+            assert!(started.elapsed() < BOUND, "nothing ended");
+            self.look();
+        }
+        let mut ended = self.ended.drain(..);
+        // What was right, and its receipt; they may be refused if the client has left.
+        ended.next().zip(ended.next()).map_or(Ok(()), |(write, receipt)| write.and(receipt))?;
+        for outcome in ended {
+            match outcome {
+                Ok(()) => self.seen.spoilt.fetch_add(1, Ordering::Relaxed),
+                Err(error) => {
+                    self.seen.refused.fetch_add(1, Ordering::Relaxed);
+                    return Err(error.into());
+                }
+            };
+        }
+        Ok(())
+    }
+
     /// What an honest peer does that stages.
     pub(crate) fn stage(&mut self, store: &TestStore, fetch: &Fetch) -> anyhow::Result<()> {
         assert_eq!(fetch.into, Window::default(), "nothing is granted");

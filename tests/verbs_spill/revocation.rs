@@ -15,6 +15,8 @@ use crate::pusher::{self, SPOIL_AT, TERMS, done};
 
 /// Rounds of a peer that goes on writing.
 const ROUNDS: usize = 100;
+/// WRITEs that it has posted behind the receipt, in one go with it.
+const WRITES: usize = 8;
 
 #[test]
 #[ignore = "needs RDMA devices: scripts/test-verbs"]
@@ -22,7 +24,7 @@ fn a_peer_that_writes_without_pause_changes_nothing_that_was_handed_out() {
     let store = Arc::new(TestStore::new(1, 2, &[250_001], 83));
     let theirs = Arc::clone(&store);
     let (peer, seen) = pusher::start(&store, TERMS, move |it, fetch| {
-        it.push(&theirs, &fetch)?;
+        it.push_and_go_on(&theirs, &fetch, WRITES)?;
         // Until the client's device refuses, which ends this queue pair.
         while !it.is_over() && it.write(SPOIL_AT, &fetch, fetch.bytes as usize).is_ok() {
             it.seen.spoilt.fetch_add(1, Ordering::Relaxed);
