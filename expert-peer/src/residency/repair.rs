@@ -60,10 +60,9 @@ impl Keeper {
         let disk = whole.map(|bytes| {
             self.slots[slot as usize].bytes_mut()[..bytes.len()].copy_from_slice(&bytes)
         });
-        // One that cannot be read now may be later; until then each READ of it is refused.
-        let lost = matches!(disk, Err(RecordError::Mismatch { .. }));
+        // Without a better copy each READ of it is refused, by a client that can say what differs.
         self.judge_disk(key, disk, false);
-        lost.then_some(Move { slot, out: Some(record), into: None })
+        None
     }
 
     /// Whether records are on disk alone, which clients then ask to be pushed.
