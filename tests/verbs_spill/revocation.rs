@@ -179,13 +179,17 @@ fn a_receipt_that_is_withheld_costs_a_slot_no_longer_than_a_request_may_take() {
     let (keys, arena) = (keys(&tier), small_arena(2));
     let queue = expert_tier::tier::CompletionQueue::new();
     crate::peer_support::submit(&tier, &arena, &keys[..1], &queue);
-    let started = Instant::now();
-    while arena.free_slots() < 2 {
-        assert!(started.elapsed() < BOUND / 2, "the slot is kept");
+    let (started, mut told) = (Instant::now(), false);
+    while arena.free_slots() < 2 || !told {
+        // It may have the slot with it.
+        if let Some(ended) = tier.poll(&queue, Duration::ZERO) {
+            let failure = ended.outcome.expect_err("nothing was said of it");
+            assert!(failure.error.is_transient(), "{failure}");
+            told = true;
+        }
+        assert!(started.elapsed() < BOUND / 2, "the slot is kept; told: {told}");
         fetch_until_right(&tier, &arena, &store, keys[1]);
     }
     println!("the slot was back after {:?}", started.elapsed());
-    let outcome = tier.poll(&queue, BOUND).expect("an end in time").outcome;
-    assert!(matches!(&*outcome.unwrap_err().error, FetchError::Deadline { .. }));
-    assert_eq!(tier.reconnects(), 1);
+    wait_until("the rail to be set up anew", || tier.reconnects() > 0);
 }
