@@ -35,7 +35,12 @@ fn a_peer_that_writes_without_pause_changes_nothing_that_was_handed_out() {
     let store = Arc::new(TestStore::new(1, 2, &[250_001], 83));
     let theirs = Arc::clone(&store);
     let (peer, seen) = pusher::start(&store, TERMS, move |it, fetch| {
-        it.push_and_go_on(&theirs, &fetch, WRITES)?;
+        // With and without WRITEs right behind the receipt: those may spoil what they meet, which is
+        // then not handed out.
+        match it.nth % 2 {
+            0 => it.push(&theirs, &fetch)?,
+            _ => it.push_and_go_on(&theirs, &fetch, WRITES)?,
+        }
         // Until the client's device refuses, which ends this queue pair.
         while !it.is_over() && it.write(SPOIL_AT, &fetch, fetch.bytes as usize).is_ok() {
             it.seen.spoilt.fetch_add(1, Ordering::Relaxed);
@@ -48,10 +53,9 @@ fn a_peer_that_writes_without_pause_changes_nothing_that_was_handed_out() {
     // As many receipts as that have been followed by WRITEs.
     for round in 0.. {
         let seen = seen.requests.load(Ordering::Relaxed);
-        if seen >= ROUNDS && handed_out >= ROUNDS / 4 {
+        if seen >= ROUNDS {
             break;
         }
-        assert!(seen < 10 * ROUNDS, "{handed_out} handed out, {rejected} rejected");
         match fetch(&tier, &arena, keys[round % 2]) {
             Ok(fetched) => {
                 watch(&store, keys[round % 2], &fetched);
@@ -72,7 +76,10 @@ fn a_peer_that_writes_without_pause_changes_nothing_that_was_handed_out() {
         "{handed_out} records handed out, {rejected} fetches failed; {spoilt} WRITEs after a \
               receipt went through, {refused} were refused"
     );
-    assert!(refused >= ROUNDS, "the peer was to be writing when it was stopped");
+    assert!(
+        handed_out > 0 && refused >= ROUNDS / 2,
+        "the peer was to be writing when it was stopped"
+    );
 }
 
 #[test]
