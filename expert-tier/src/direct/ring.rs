@@ -321,11 +321,13 @@ impl<M: Target, U> Driver<M, U> {
         drop(table);
         let mut entered = core.enter(wait);
         let mut table = core.lock();
-        core.reap(&mut table, &mut self.listening, &mut self.reaped);
+        let continued = core.reap(&mut table, &mut self.listening, &mut self.reaped);
         // The disk goes on with what comes next while this thread checks what has arrived.
         let more = core.pump(&mut table);
         drop(table);
-        if more {
+        // Also what is left of a read that came short: a caller that sleeps on the ring's descriptor
+        // would wait for a read that the kernel does not have.
+        if more || continued {
             entered = entered.and(core.enter(Duration::ZERO));
         }
         while let Some(index) = self.reaped.pop_front() {
@@ -363,8 +365,15 @@ impl<M, U> Core<M, U> {
         *listening = unsafe { self.push(&entry) }.is_ok();
     }
 
-    /// Takes every completion there is into the table, and lists whose they are in `reaped`.
-    fn reap(&self, table: &mut Table<M, U>, listening: &mut bool, reaped: &mut VecDeque<u32>) {
+    /// Takes every completion there is into the table, and lists whose they are in `reaped`; says if
+    /// it queued the rest of a read that came short.
+    fn reap(
+        &self,
+        table: &mut Table<M, U>,
+        listening: &mut bool,
+        reaped: &mut VecDeque<u32>,
+    ) -> bool {
+        let mut continued = false;
         // SAFETY: the driver alone gets here, from `turn`, which has it mutably.
         for entry in unsafe { self.uring.completion_shared() } {
             let data = entry.user_data();
@@ -378,12 +387,16 @@ impl<M, U> Core<M, U> {
             let Some(job) = table.at(index) else { continue };
             if job.completed(piece, entry.result()) {
                 // Continued where it ended; where that is not aligned, the kernel says so.
-                if let Err(error) = self.read(table, index, piece) {
-                    table.at(index).into_iter().for_each(|job| job.fail(clone(&error)));
+                match self.read(table, index, piece) {
+                    Ok(()) => continued = true,
+                    Err(error) => {
+                        table.at(index).into_iter().for_each(|job| job.fail(clone(&error)));
+                    }
                 }
             }
             reaped.push_back(index);
         }
+        continued
     }
 
     /// Queues pieces of the oldest waiting jobs until the depth is reached; says if there were any.

@@ -178,6 +178,22 @@ mod tests {
     }
 
     #[test]
+    fn a_file_that_ends_within_a_read_ends_it_and_does_not_leave_it_waiting() {
+        for end in [40_000, 36_864] {
+            let store = TestStore::new(1, 2, &[100_000], 4);
+            let opened = store.open();
+            let Some((mut reader, mut slots)) = reader(&opened, 1) else { return };
+            let path = store.path().join(crate::store::manifest::layer_file_name(0));
+            std::fs::OpenOptions::new().write(true).open(path).unwrap().set_len(end).unwrap();
+            let read = SlotRead { layer_at: 0, offset: 32_768, bytes: 16_384 };
+            reader.submit(read, slots.pop().unwrap(), 0);
+            let ended = until_ended(&mut reader, 1);
+            let error = ended[0].outcome.as_ref().unwrap_err();
+            println!("cut at {end}: {error}");
+        }
+    }
+
+    #[test]
     fn slots_come_back_with_the_files_bytes() {
         let store = TestStore::new(2, 2, &[100_000, 50_000], 3);
         let opened = store.open();
