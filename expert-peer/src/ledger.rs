@@ -10,8 +10,7 @@ use expert_tier::store::manifest::Manifest;
 /// which of them are held in memory.
 pub(crate) struct Ledger {
     manifest: Arc<Manifest>,
-    /// Number of the first record of each layer.
-    first: Vec<usize>,
+    /// By the numbers that the layout gives them.
     records: Vec<Record>,
     withdrawn: AtomicUsize,
 }
@@ -25,15 +24,9 @@ struct Record {
 
 impl Ledger {
     pub(crate) fn new(manifest: &Arc<Manifest>) -> Self {
-        let mut first = Vec::new();
-        let mut next = 0;
-        for layer in manifest.layout().layers() {
-            first.push(next);
-            next += layer.experts() as usize;
-        }
-        let records = std::iter::repeat_with(Record::default).take(next).collect();
-        let withdrawn = AtomicUsize::new(0);
-        Self { manifest: Arc::clone(manifest), first, records, withdrawn }
+        let count = manifest.layout().records() as usize;
+        let records = std::iter::repeat_with(Record::default).take(count).collect();
+        Self { manifest: Arc::clone(manifest), records, withdrawn: AtomicUsize::new(0) }
     }
 
     /// Records of the store.
@@ -43,8 +36,8 @@ impl Ledger {
 
     /// The record's number, counted by layer and expert.
     pub(crate) fn number(&self, key: ExpertKey) -> Option<usize> {
-        let (layer, _) = self.manifest.layout().locate_at(key).ok()?;
-        Some(self.first[layer] + key.expert as usize)
+        let layout = self.manifest.layout();
+        layout.record_number(layout.layer_index(key.layer)?, key.expert)
     }
 
     /// Counts fetches of a record; of one that is not in the store, nothing.

@@ -349,6 +349,8 @@ impl LayerLayout {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct ExpertLayout {
     layers: Vec<LayerLayout>,
+    /// Number of the first record of each layer.
+    first: Vec<usize>,
 }
 
 impl ExpertLayout {
@@ -365,7 +367,21 @@ impl ExpertLayout {
             let what = format!("layer after layer {}", pair[0].layer);
             return Err(LayoutError::range(what, pair[1].layer, "a larger number"));
         }
-        Ok(Self { layers })
+        let next = |number: &mut usize, layer: &LayerLayout| {
+            let first = *number;
+            *number += layer.experts as usize;
+            Some(first)
+        };
+        let first = layers.iter().scan(0, next).collect();
+        Ok(Self { layers, first })
+    }
+
+    /// The number of an expert's record among those of the store, counted from 0 by layer and expert;
+    /// the layer by its position in [`layers`](Self::layers). `None` where there is no such record.
+    #[must_use]
+    pub fn record_number(&self, layer_index: usize, expert: u32) -> Option<usize> {
+        self.layers.get(layer_index).filter(|layer| expert < layer.experts)?;
+        self.first.get(layer_index).map(|first| first + expert as usize)
     }
 
     /// The layers, ascending.

@@ -55,7 +55,9 @@ impl Desk {
                     Judged::Record(residency) => {
                         let source = if was_pushed { Source::Push } else { Source::Read };
                         if !was_pushed {
-                            self.reports.was_read(layer_index, key.expert);
+                            let layout = self.manifest.layout();
+                            let number = layout.record_number(layer_index, key.expert);
+                            number.into_iter().for_each(|number| self.reports.was_read(number));
                         }
                         Outcome::Fetched(Fetched { residency, source })
                     }

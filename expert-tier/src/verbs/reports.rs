@@ -18,9 +18,7 @@ const MAX_DAMAGED: usize = 64;
 const MAX_TOLD: usize = 1024;
 
 pub(super) struct Reports {
-    /// Number of the first record of each layer.
-    first: Vec<usize>,
-    /// READs of each record since the last report.
+    /// READs of each record since the last report, by the numbers that the layout gives them.
     reads: Vec<AtomicU32>,
     /// The record that the next report begins with.
     turn: AtomicUsize,
@@ -29,21 +27,14 @@ pub(super) struct Reports {
 
 impl Reports {
     pub(super) fn new(layout: &ExpertLayout) -> Self {
-        let mut first = Vec::new();
-        let mut next = 0;
-        for layer in layout.layers() {
-            first.push(next);
-            next += layer.experts() as usize;
-        }
-        let reads = std::iter::repeat_with(|| AtomicU32::new(0)).take(next).collect();
-        Self { first, reads, turn: AtomicUsize::new(0), damaged: Mutex::default() }
+        let count = layout.records() as usize;
+        let reads = std::iter::repeat_with(|| AtomicU32::new(0)).take(count).collect();
+        Self { reads, turn: AtomicUsize::new(0), damaged: Mutex::default() }
     }
 
-    /// A record has been read from the peer's memory.
-    pub(super) fn was_read(&self, layer_index: usize, expert: u32) {
-        let record =
-            self.first.get(layer_index).and_then(|it| self.reads.get(it + expert as usize));
-        if let Some(reads) = record {
+    /// Record `number` has been read from the peer's memory.
+    pub(super) fn was_read(&self, number: usize) {
+        if let Some(reads) = self.reads.get(number) {
             // One that wraps has been read four billion times within a second.
             reads.fetch_add(1, Ordering::Relaxed);
         }
@@ -85,39 +76,45 @@ impl Reports {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::store::ExpertStore;
     use crate::testing::TestStore;
 
     #[test]
     fn reads_are_told_once_and_damage_once_each() {
-        let store = TestStore::mixed(5);
-        let store = ExpertStore::open(&store.path()).unwrap();
-        let manifest = store.manifest();
-        let reports = Reports::new(manifest.layout());
-        let (layer, last) = (manifest.layout().layers().len() - 1, manifest.layout().keys().last());
+        let store = TestStore::mixed(5).open();
+        let (manifest, reports) = (store.manifest(), Reports::new(store.manifest().layout()));
+        let (records, last) =
+            (manifest.layout().records() as usize, manifest.layout().keys().last());
         let last = last.unwrap();
         for _ in 0..3 {
-            reports.was_read(layer, last.expert);
+            reports.was_read(records - 1);
             reports.is_damaged(last);
         }
-        reports.was_read(layer + 1, 0);
+        reports.was_read(records);
         let entry = UsageEntry { layer: last.layer, expert: last.expert, reads: 3 };
         assert_eq!(reports.take_usage(manifest), Some(Usage { entries: vec![entry] }));
         assert_eq!(reports.take_usage(manifest), None);
         assert_eq!(reports.take_damaged(), [Damaged { layer: last.layer, expert: last.expert }]);
         assert_eq!(reports.take_damaged(), []);
-        // More than one report takes: every record has its turn.
-        reports.turn.store(2, Ordering::Relaxed);
-        manifest.layout().keys().for_each(|key| {
-            let at = manifest.layout().locate_at(key).unwrap().0;
-            reports.was_read(at, key.expert);
-        });
-        let told = reports.take_usage(manifest).unwrap();
-        assert_eq!(told.entries.len() as u64, manifest.layout().records());
-        assert_eq!(told.entries[0].expert, 2);
         for expert in 0..1000 {
             reports.is_damaged(ExpertKey::new(0, expert));
         }
         assert_eq!(reports.take_damaged().len(), MAX_DAMAGED);
+    }
+
+    #[test]
+    fn what_one_report_has_no_room_for_has_its_turn_in_the_next() {
+        let store = TestStore::new(1, 1500, &[256], 6).open();
+        let (manifest, reports) = (store.manifest(), Reports::new(store.manifest().layout()));
+        let told = || {
+            let usage = reports.take_usage(manifest).unwrap();
+            usage.entries.iter().map(|entry| entry.expert).collect::<Vec<_>>()
+        };
+        (0..1500).for_each(|record| reports.was_read(record));
+        assert_eq!(told(), (0..1024).collect::<Vec<_>>());
+        // The first ones again, which come behind those that have waited.
+        (0..600).for_each(|record| reports.was_read(record));
+        assert_eq!(told(), (1024..1500).chain(0..548).collect::<Vec<_>>());
+        assert_eq!(told(), (548..600).collect::<Vec<_>>());
+        assert_eq!(reports.take_usage(manifest), None);
     }
 }
