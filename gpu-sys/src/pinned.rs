@@ -90,7 +90,8 @@ pub enum PinError {
     },
     /// There is not that much memory.
     #[error(
-        "needs {} of memory, {} can be pinned by {}: lower the arena (--expert-arena-bytes), or free memory",
+        "needs {} of memory, {} can be pinned by {}: ask for less (a client's --expert-arena-bytes; a \
+         peer's --dram-budget, --push-buffers), or free memory",
         Bytes(*needed_bytes), Bytes(*usable_bytes), bound_by
     )]
     NotEnoughMemory {
@@ -104,8 +105,8 @@ pub enum PinError {
     /// The process may not lock that much.
     #[error(
         "needs {} of locked memory, the limit is {limit}: raise `ulimit -l` (LimitMEMLOCK= in a \
-         systemd unit, --ulimit memlock= for a container), or grant CAP_IPC_LOCK, or lower the \
-         arena (--expert-arena-bytes)",
+         systemd unit, --ulimit memlock= for a container), or grant CAP_IPC_LOCK, or ask for less \
+         (a client's --expert-arena-bytes; a peer's --dram-budget, --push-buffers)",
         Bytes(*needed_bytes)
     )]
     LockLimit {
