@@ -69,7 +69,7 @@ impl Shortages {
 pub(crate) enum SendError<E> {
     /// The disk.
     Read(io::Error),
-    /// Nothing came of the disk for the stall's bound.
+    /// Nothing came of the disk for the deadline.
     Stalled,
     /// Whatever took the bytes.
     Sink(E),
@@ -114,24 +114,24 @@ impl DirectSender {
     }
 
     /// Gives the bytes of `stretch` to `sink`, in order and as they come; nothing may come of the disk
-    /// for `stall` at most.
+    /// for `deadline` at most.
     pub(crate) fn send<E>(
         &mut self,
         stretch: Stretch,
-        stall: Duration,
+        deadline: Duration,
         mut sink: impl FnMut(&[u8]) -> Result<(), E>,
     ) -> Result<(), SendError<E>> {
-        let sent = self.send_some(stretch, stall, &mut sink);
+        let sent = self.send_some(stretch, deadline, &mut sink);
         // After an error the reads under way have to end before their slots are used again.
         let started = Instant::now();
-        while sent.is_err() && self.reader.under_way() > 0 && started.elapsed() < stall {
+        while sent.is_err() && self.reader.under_way() > 0 && started.elapsed() < deadline {
             let free = &mut self.free;
             if self.reader.turn(|end| free.push(end.slot)).is_err() {
                 break;
             }
             // With none left nothing would end the wait but its bound.
             if self.reader.under_way() > 0 {
-                self.wait(stall.saturating_sub(started.elapsed()));
+                self.wait(deadline.saturating_sub(started.elapsed()));
             }
         }
         sent
@@ -140,7 +140,7 @@ impl DirectSender {
     fn send_some<E>(
         &mut self,
         stretch: Stretch,
-        stall: Duration,
+        deadline: Duration,
         sink: &mut impl FnMut(&[u8]) -> Result<(), E>,
     ) -> Result<(), SendError<E>> {
         let mut pieces: VecDeque<Piece> = VecDeque::with_capacity(PIECES);
@@ -173,11 +173,11 @@ impl DirectSender {
                 return Err(SendError::Read(error));
             }
             let Some(slot) = pieces.front_mut().and_then(|piece| piece.slot.take()) else {
-                if progress.elapsed() >= stall {
+                if progress.elapsed() >= deadline {
                     self.free.extend(pieces.into_iter().filter_map(|piece| piece.slot));
                     return Err(SendError::Stalled);
                 }
-                self.wait(stall.saturating_sub(progress.elapsed()));
+                self.wait(deadline.saturating_sub(progress.elapsed()));
                 continue;
             };
             if let Some(Piece { skip, bytes, .. }) = pieces.pop_front() {

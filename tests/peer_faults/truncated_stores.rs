@@ -1,6 +1,8 @@
 //! A store that is cut short under a running peer: errors, never a SIGBUS.
 
 use std::fs::OpenOptions;
+use std::path::Path;
+use std::time::{Duration, Instant};
 
 use expert_tier::error::FetchError;
 use expert_tier::key::ExpertKey;
@@ -9,10 +11,11 @@ use expert_tier::tcp::{TcpOptions, TcpTier};
 use expert_tier::testing::{TestStore, small_arena};
 use expert_tier::tier::ExpertTier;
 use expert_tier::wire::frame::Status;
+use rustix::process::Signal;
 
 use crate::peer_support::process::Peer;
 use crate::peer_support::{
-    assert_right, fetch_batch, fetch_until_right, keys, options, small_store,
+    assert_right, fetch, fetch_batch, fetch_until_right, keys, options, small_store,
 };
 
 /// Cuts the file of `key`'s layer `offset` bytes after the start of its record.
@@ -87,4 +90,35 @@ fn a_record_that_ends_in_the_middle_names_its_key_and_spares_the_others() {
     assert!(peer.runs());
     let whole = ExpertKey::new(0, 0);
     fetch_until_right(&tier, &arena, &store, whole);
+}
+
+/// Past the page cache a read that comes up short is asked for again; there is nothing to come, and
+/// neither the client nor a peer that is to end may wait for it.
+#[cfg(metrale_rdma_verbs)]
+#[test]
+fn a_record_that_ends_in_the_middle_is_told_at_once_past_the_page_cache() {
+    // The target directory's file system usually has direct reads; /tmp often has none.
+    let place = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let store = TestStore::new_in(place, 2, 8, &[5_000, 300_001], 83);
+    let mut peer = Peer::start(&store.path(), &["--rail", "none", "--spill-source", "direct"]);
+    assert_eq!(peer.status().pushes.spill_source, "direct");
+    let tier = TcpTier::connect(options(peer.address())).unwrap();
+    let arena = small_arena(16);
+    let cut = ExpertKey::new(1, 3);
+    truncate(&store, cut, 100_000);
+    let started = Instant::now();
+    let failure = fetch(&tier, &arena, cut).unwrap_err();
+    let FetchError::Peer { status: Status::Unreadable, .. } = *failure.error else {
+        panic!("{failure}")
+    };
+    let said = failure.to_string();
+    for word in [&*layer_file_name(1), &*cut.to_string(), "truncated"] {
+        assert!(said.contains(word), "{said:?} does not name {word:?}");
+    }
+    assert!(started.elapsed() < Duration::from_secs(1), "{:?}", started.elapsed());
+    fetch_until_right(&tier, &arena, &store, ExpertKey::new(1, 2));
+    assert_eq!(tier.reconnects(), 0);
+    drop(tier);
+    peer.signal(Signal::TERM);
+    assert!(peer.wait().success());
 }

@@ -1,6 +1,7 @@
 //! Answering requests past the page cache, on a peer that is told to.
 
 use expert_tier::key::ExpertKey;
+use expert_tier::store::manifest::layer_file_name;
 use expert_tier::wire::frame::{FrameHeader, FrameType, HEADER_BYTES, Status};
 
 use super::{Connection, End, send_all};
@@ -46,10 +47,10 @@ impl Connection {
         }
         let offset = u64::from(key.expert) * layer.stride();
         let stretch = Stretch { layer_at, offset, bytes: record_bytes };
-        let stall = self.shared.options.stall;
+        let (stall, deadline) = (self.shared.options.stall, self.shared.options.push.deadline);
         let mut sender = match std::mem::replace(&mut self.direct, Direct::Untried) {
             Direct::Ready(sender) => sender,
-            Direct::Untried => match DirectSender::new(&self.shared.store, stall) {
+            Direct::Untried => match DirectSender::new(&self.shared.store, deadline) {
                 Ok(sender) => Box::new(sender),
                 Err(error) => {
                     self.shared.shortages.one_more(&error);
@@ -71,7 +72,7 @@ impl Connection {
         let answer: [u8; HEADER_BYTES] = answer.encode();
         // Nothing is promised before the first piece has been read.
         let mut promised = false;
-        let sent = sender.send(stretch, stall, |piece| {
+        let sent = sender.send(stretch, deadline, |piece| {
             if !promised {
                 promised = true;
                 send_all(&self.socket, &answer, stall)?;
@@ -84,10 +85,14 @@ impl Connection {
                 return Ok(Sent::Whole);
             }
             Err(SendError::Sink(end)) => return Err(end),
+            Err(SendError::Read(error)) if error.kind() == std::io::ErrorKind::UnexpectedEof => {
+                let name = layer_file_name(layer.layer());
+                format!("{name} ended inside {key}: it was truncated")
+            }
             Err(SendError::Read(error)) => error.to_string(),
             Err(SendError::Stalled) => {
-                let (ms, flag) = (stall.as_millis(), super::STALL_MS);
-                format!("the disk gave nothing for {ms} ms; {flag} bounds this")
+                let ms = deadline.as_millis();
+                format!("the disk gave nothing for {ms} ms; --push-deadline-ms bounds this")
             }
         };
         tracing::error!(%key, why, "a record could not be read");

@@ -5,6 +5,8 @@ use std::sync::Arc;
 
 use super::Shared;
 #[cfg(metrale_rdma_verbs)]
+use crate::push::SpillWish;
+#[cfg(metrale_rdma_verbs)]
 use crate::rails::Published;
 use crate::status::{PushReport, ResidencyReport, StatusReport, Tally};
 
@@ -43,7 +45,12 @@ impl Shared {
     fn pushes(&self) -> PushReport {
         let published = self.published.as_ref();
         let Some(((source, transfer), counts)) = published.and_then(|it| it.pushes()) else {
-            return PushReport::default();
+            // TCP reads by it, where it was named.
+            let spill_source = match self.options.push.source {
+                SpillWish::Direct => "direct".into(),
+                SpillWish::Auto | SpillWish::Mmap => PushReport::default().spill_source,
+            };
+            return PushReport { spill_source, ..PushReport::default() };
         };
         PushReport {
             pushes: counts.pushes,
