@@ -8,6 +8,8 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
 use expert_tier::testing::TestStore;
+#[cfg(metrale_rdma_verbs)]
+use rustix::fs::{CWD, FileType, Mode, mknodat};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -137,6 +139,43 @@ fn serve_on(store: &TestStore, listen: &str, args: &[&str]) -> String {
     line.trim_end().strip_prefix("listening on ").unwrap_or_default().to_owned()
 }
 
+#[cfg(metrale_rdma_verbs)]
+fn a_peer_looks_at_what_it_was_asked_for_before_it_looks_for_devices(store: &TestStore) {
+    let refused = |args: &[&str], code, words: &[&str]| {
+        let listen = ["--listen", "127.0.0.1:0"];
+        let error = fails(peer_run(&store.path()).args(listen).args(args), code);
+        for word in words {
+            assert!(error.contains(word), "{args:?}: {error:?} does not name {word:?}");
+        }
+    };
+    let of_no_use = [
+        ["--dram-budget", "1MiB"],
+        ["--resident-profile", "any"],
+        ["--spill-source", "mmap"],
+        ["--spill-transfer", "stage"],
+    ];
+    for flag in of_no_use {
+        refused(&[&["--rail", "none"][..], &flag].concat(), 2, &[flag[0], "--rail none"]);
+    }
+    refused(&["--rail", "none", "--rail", "rxe0"], 2, &["--rail none stands alone"]);
+
+    refused(&["--dram-budget", "1KiB"], 1, &["--dram-budget", "1 KiB"]);
+    refused(&["--push-buffers", "100KiB"], 1, &["--push-buffers", "100 KiB", "512 KiB"]);
+    refused(&["--push-pinned", "1MiB"], 1, &["--push-pinned"]);
+    let staged = ["--spill-transfer", "stage", "--spill-source", "mmap"];
+    refused(&staged, 1, &["--spill-transfer stage", "--spill-source mmap"]);
+
+    let profile = store.scratch().join("profile");
+    let path = profile.to_str().expect("UTF-8");
+    refused(&["--resident-profile", path], 1, &[path, "No such file"]);
+    std::fs::write(&profile, "{\"layer\":9,\"expert\":0,\"count\":1}\n").unwrap();
+    refused(&["--resident-profile", path], 1, &[path, "line 1"]);
+    std::fs::remove_file(&profile).unwrap();
+    // Nobody writes to it: to open it would be to wait.
+    mknodat(CWD, &profile, FileType::Fifo, Mode::RWXU, 0).unwrap();
+    refused(&["--resident-profile", path], 1, &[path, "no regular file"]);
+}
+
 #[test]
 fn a_peer_that_cannot_start_says_why() {
     let store = small_store(112);
@@ -146,10 +185,7 @@ fn a_peer_that_cannot_start_says_why() {
     assert!(!error.is_empty());
 
     #[cfg(metrale_rdma_verbs)]
-    for flag in [["--dram-budget", "1MiB"], ["--resident-profile", "any"]] {
-        let error = fails(peer_run(&store.path()).args(["--rail", "none"]).args(flag), 2);
-        assert!(error.contains(flag[0]) && error.contains("--rail none"), "{error}");
-    }
+    a_peer_looks_at_what_it_was_asked_for_before_it_looks_for_devices(&store);
 
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();

@@ -44,7 +44,7 @@ pub struct RunArgs {
     /// Listen beyond loopback without a secret: anybody who can connect may fetch
     #[arg(long)]
     insecure: bool,
-    /// Most clients at once
+    /// Most clients at once, 1 to 4096
     #[arg(long, default_value_t = 64, value_name = "N",
         value_parser = clap::value_parser!(u32).range(1..=4096))]
     max_clients: u32,
@@ -62,22 +62,23 @@ pub struct RunArgs {
     #[cfg(metrale_rdma_verbs)]
     #[command(flatten)]
     push: PushArgs,
-    /// File with how often each record was fetched, a line {"layer":3,"expert":17,"count":240} each:
+    /// File, up to 64 MiB, with how often each record was fetched, a line {"layer":3,"expert":17,"count":240} each:
     /// the most fetched are in memory first, where not all fit. The rest of the memory is for the
     /// first layers
     #[cfg(metrale_rdma_verbs)]
     #[arg(long, value_name = "FILE")]
     resident_profile: Option<PathBuf>,
-    /// From one look at what clients fetch to the next; then what is fetched often moves into memory
+    /// From one look at what clients fetch to the next, 10 to 600000 ms; then what is fetched often
+    /// moves into memory
     #[cfg(metrale_rdma_verbs)]
     #[arg(long, default_value_t = 1000, value_name = "MS",
         value_parser = clap::value_parser!(u64).range(10..=600_000))]
     residency_ms: u64,
-    /// Most that is read per second to move records into memory; 0 leaves them where they are
+    /// Most that is read per second to move records into memory, as in 1GiB; 0 leaves them where they are
     #[cfg(metrale_rdma_verbs)]
     #[arg(long, default_value = "256MiB", value_name = "BYTES")]
     promote_bytes_per_s: ByteSize,
-    /// Longest wait for clients to follow when records move, before memory is overwritten
+    /// Longest wait for clients to follow when records move, before memory is overwritten, 1 to 600000 ms
     #[cfg(metrale_rdma_verbs)]
     #[arg(long, default_value_t = 500, value_name = "MS",
         value_parser = clap::value_parser!(u64).range(1..=600_000))]
@@ -85,15 +86,15 @@ pub struct RunArgs {
     /// Serve Prometheus metrics at http://HOST:PORT/metrics
     #[arg(long, value_name = "HOST:PORT")]
     metrics_listen: Option<HostPort>,
-    /// Longest time for a client's handshake, and for a request once it has begun
+    /// Longest time for a client's handshake, and for a request once it has begun, 1 to 600000 ms
     #[arg(long, default_value_t = 5000, value_name = "MS",
         value_parser = clap::value_parser!(u64).range(1..=600_000))]
     handshake_ms: u64,
-    /// Longest time in which a client must take some bytes of an answer
+    /// Longest time in which a client must take some bytes of an answer, 1 to 600000 ms
     #[arg(long, default_value_t = 10_000, value_name = "MS",
         value_parser = clap::value_parser!(u64).range(1..=600_000))]
     stall_ms: u64,
-    /// Longest time to finish answers after SIGTERM
+    /// Longest time to finish answers after SIGTERM, 0 to 600000 ms
     #[arg(long, default_value_t = 10_000, value_name = "MS",
         value_parser = clap::value_parser!(u64).range(0..=600_000))]
     drain_ms: u64,
@@ -108,31 +109,32 @@ struct PushArgs {
     /// reads. With `direct`, TCP reads so, too, with 2 MiB of locked memory for each connection
     #[arg(long, value_name = "SOURCE", default_value = "auto")]
     spill_source: SpillWish,
-    /// How they come to clients: `push` into the client's memory, `stage` into the peer's, from
+    /// How they come to clients, `push` or `stage`: into the client's memory, or into the peer's, from
     /// where the client READs them
     #[arg(long, value_name = "TRANSFER", default_value = "push",
         value_parser = transfer)]
     spill_transfer: Transfer,
-    /// Memory for the buffers that they are read into
+    /// Memory for the buffers that they are read into, at least 512KiB; 2112KiB with `stage`
     #[arg(long, value_name = "BYTES", default_value = "32MiB")]
     push_buffers: ByteSize,
-    /// Reads that the disk has at once
+    /// Reads that the disk has at once, 1 to 1024
     #[arg(long, value_name = "N", default_value_t = 32,
         value_parser = clap::value_parser!(u32).range(1..=1024))]
     push_reads: u32,
-    /// Most memory of file pages that are being sent, with `--spill-source mmap`
+    /// Most memory of file pages that are being sent, with `--spill-source mmap`; at least 2056KiB
     #[arg(long, value_name = "BYTES", default_value = "64MiB")]
     push_pinned: ByteSize,
-    /// Longest time until the last byte that was asked for is read; a client should wait longer
+    /// Longest time until the last byte that was asked for is read, 1 to 600000 ms; clients should
+    /// wait longer (METRALE_EXPERT_DEADLINE_MS). Over TCP with `direct`, without a byte of the disk
     #[arg(long, value_name = "MS", default_value_t = 1000,
         value_parser = clap::value_parser!(u64).range(1..=600_000))]
     push_deadline_ms: u64,
-    /// Longest time in which something of what is sent must arrive: three times what the device waits
-    /// for an acknowledgement, unless told
+    /// Longest time in which something of what is sent must arrive, 1 to 600000 ms; the device waits
+    /// half a second for each acknowledgement
     #[arg(long, value_name = "MS", default_value_t = 2000,
         value_parser = clap::value_parser!(u64).range(1..=600_000))]
     push_stall_ms: u64,
-    /// Longest time in which a client must READ what was staged for it
+    /// With `stage`, longest time in which a client must READ what was staged for it, 1 to 600000 ms
     #[arg(long, value_name = "MS", default_value_t = 5000,
         value_parser = clap::value_parser!(u64).range(1..=600_000))]
     stage_lease_ms: u64,
@@ -241,13 +243,15 @@ fn options(args: &RunArgs) -> anyhow::Result<PeerOptions> {
 /// How records move; an error where they are asked to and there is no memory for them.
 #[cfg(metrale_rdma_verbs)]
 fn residency(args: &RunArgs) -> anyhow::Result<ResidencyOptions> {
+    let held = "no record is held in memory for TCP";
     let given = [
-        ("--dram-budget", args.dram_budget.is_some()),
-        ("--resident-profile", args.resident_profile.is_some()),
+        ("--dram-budget", args.dram_budget.is_some(), held),
+        ("--resident-profile", args.resident_profile.is_some(), held),
+        ("--spill-source mmap", args.push.spill_source == SpillWish::Mmap, "TCP maps nothing"),
+        ("--spill-transfer stage", args.push.spill_transfer == Transfer::Stage, "TCP has one way"),
     ];
-    let given = given.into_iter().find(|(_, is_given)| *is_given);
-    if let Some((flag, _)) = given.filter(|_| args.rails == ["none"]) {
-        let why = "no record is held in memory for TCP";
+    let given = given.into_iter().find(|(_, is_given, _)| *is_given);
+    if let Some((flag, _, why)) = given.filter(|_| args.rails == ["none"]) {
         return Err(UsageError(format!("{flag} is of no use with --rail none: {why}")).into());
     }
     Ok(ResidencyOptions {
@@ -262,6 +266,10 @@ fn rails(flags: &[String]) -> anyhow::Result<RailsWish> {
     match flags {
         [] => Ok(RailsWish::Discover),
         [none] if none == "none" => Ok(RailsWish::Off),
+        flags if flags.iter().any(|flag| flag == "none") => {
+            Err(UsageError("--rail none stands alone: it means that there are no rails".into())
+                .into())
+        }
         flags => {
             let wish =
                 |flag: &String| flag.parse().map_err(|e| UsageError(format!("--rail {flag}: {e}")));

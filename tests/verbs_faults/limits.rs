@@ -62,8 +62,8 @@ fn a_peer_without_a_budget_holds_as_many_records_as_it_may_lock() {
     let store = TestStore::new(2, 8, &[700_001], 91);
     let dir = store.path();
     let run = ["peer", "run", "--listen", "127.0.0.1:0", "--store", dir.to_str().expect("a path")];
-    let buffers = ["--push-buffers", "1MiB", "--push-pinned", "1MiB"];
-    let mut child = limited_command(8192, &[&run[..], &RAILS, &buffers].concat())
+    let buffers = ["--push-buffers", "3MiB", "--push-pinned", "3MiB"];
+    let mut child = limited_command(12_288, &[&run[..], &RAILS, &buffers].concat())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
@@ -75,7 +75,7 @@ fn a_peer_without_a_budget_holds_as_many_records_as_it_may_lock() {
     let log = text(&child.wait_with_output().expect("a child of ours"));
     println!("{log}");
     assert!(line.starts_with("listening on "), "{log}");
-    // 4 MiB for each device, less the buffers, which are pinned and registered like the records.
+    // 6 MiB for each device, less the buffers, which are pinned and registered like the records.
     for word in ["records=2", "spilled=14", "locked-memory limit", "2 devices"] {
         assert!(log.contains(word), "{log:?} does not name {word:?}");
     }

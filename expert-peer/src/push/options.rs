@@ -9,6 +9,8 @@ use gpu_sys::pinned::PinError;
 use gpu_sys::verbs::VerbsError;
 use railset::message::Transfer;
 
+use super::spill;
+
 /// Where spilled records are to be read from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, clap::ValueEnum)]
 pub enum SpillWish {
@@ -58,6 +60,20 @@ impl Default for PushOptions {
 }
 
 impl PushOptions {
+    /// An error where what is allowed has no room for two buffers, or a source goes with no transfer.
+    pub(crate) fn check(&self, range_bytes: u32) -> Result<(), PushError> {
+        if (self.source, self.transfer) == (SpillWish::Mmap, Transfer::Stage) {
+            return Err(PushError::StagedMapping);
+        }
+        if self.source != SpillWish::Mmap {
+            spill::buffer_count(self, range_bytes)?;
+        }
+        if self.source != SpillWish::Direct && self.transfer == Transfer::Push {
+            spill::mapping_count(self, range_bytes)?;
+        }
+        Ok(())
+    }
+
     /// Most bytes that one device has registered for pushes.
     pub(crate) fn locked_bytes(&self) -> u64 {
         match self.source {
@@ -96,7 +112,10 @@ pub enum PushError {
     #[error("--spill-transfer stage reads records into buffers: --spill-source mmap has none")]
     StagedMapping,
     /// The buffers are too few to be of use.
-    #[error("{flag} {bytes} is not room for two buffers of {each}: give {each} twice or more")]
+    #[error(
+        "{flag} {bytes} is not room for two buffers of {each}: give {} or more",
+        Bytes(each.0.saturating_mul(2))
+    )]
     Buffers {
         /// The flag.
         flag: &'static str,

@@ -124,6 +124,18 @@ fn whole_pages(bytes: u64) -> u64 {
     if bytes < page { bytes } else { bytes / page * page }
 }
 
+/// An error where a budget holds not even one record.
+pub(super) fn hold_against_a_record(
+    budget: Option<u64>,
+    layout: &ExpertLayout,
+) -> Result<(), RailsError> {
+    let slot_bytes = layout.max_stride();
+    match budget {
+        Some(budget) if budget < slot_bytes => Err(RailsError::Budget { budget, slot_bytes }),
+        _ => Ok(()),
+    }
+}
+
 impl Plan {
     /// Slots for as many records of the layout as `budget` allows; without one, as fit the bounds.
     pub(super) fn of(
@@ -131,14 +143,12 @@ impl Plan {
         budget: Option<u64>,
         bounds: &Bounds,
     ) -> Result<Self, RailsError> {
+        hold_against_a_record(budget, layout)?;
         let (slot_bytes, records) = (layout.max_stride(), layout.records());
         let all_bytes = records.saturating_mul(slot_bytes);
         let all = (all_bytes, "nothing".to_owned());
         let least = |bounds: Vec<(u64, String)>| bounds.into_iter().min_by_key(|(it, _)| *it);
         let most = match budget {
-            Some(budget) if budget < slot_bytes => {
-                return Err(RailsError::Budget { budget, slot_bytes });
-            }
             Some(budget) => least(vec![all, (budget, "--dram-budget".into())]),
             None => match least(bounds.most(0)).filter(|(bytes, _)| *bytes < all_bytes) {
                 None => Some(all),

@@ -148,7 +148,7 @@ pub enum RailsError {
         source: TableError,
     },
     /// Spilled records cannot be sent.
-    #[error("{0}; without --dram-budget nothing is spilled")]
+    #[error(transparent)]
     Push(#[from] PushError),
 }
 
@@ -189,14 +189,18 @@ impl Published {
         store: &Arc<ExpertStore>,
         wish: Wish<'_>,
     ) -> Result<Option<(Self, Keeper)>, RailsError> {
+        // What is wrong with what was asked for is said also where it is of no use: the host may come
+        // up with a device the next time.
+        let ledger = Arc::new(Ledger::new(store.manifest()));
+        let profile = wish.profile.map(|path| profile::read(path, &ledger)).transpose()?;
+        budget::hold_against_a_record(wish.dram_budget, store.manifest().layout())?;
+        wish.push.check(budget::RANGE_BYTES)?;
         let Some((library, specs)) = find_rails(wish.rails)? else {
             if wish.dram_budget.is_some() || wish.profile.is_some() {
                 tracing::warn!("no rails: a DRAM budget and a profile are of no use");
             }
             return Ok(None);
         };
-        let ledger = Arc::new(Ledger::new(store.manifest()));
-        let profile = wish.profile.map(|path| profile::read(path, &ledger)).transpose()?;
         let (served, of_rail) = open_devices(&library, &specs)?;
         let most = |device: &Served| {
             (device.context.name().to_owned(), device.context.limits().max_mr_size)

@@ -10,8 +10,9 @@
 //! that table or `move_ack` has passed. A client that reads by an older table all the same gets
 //! another record, or a mixture: its check refuses both, and it asks for a push.
 //!
-//! Nothing is published that was not checked in its slot: what is loaded at the start
-//! (`rails/resident.rs`), what is moved, and what is repaired.
+//! Everything is checked in its slot: what is loaded at the start (`rails/resident.rs`), what is
+//! moved, and what is repaired. What is damaged is not published, but for a peer that holds every
+//! record: it pushes none, so there the clients' own check is left to say what differs.
 
 pub(crate) mod keeper;
 pub(crate) mod live;

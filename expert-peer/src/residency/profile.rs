@@ -72,8 +72,12 @@ struct Entry {
 
 /// The counts of the profile in `path`, by the numbers that `ledger` gives the records.
 pub(crate) fn read(path: &Path, ledger: &Ledger) -> Result<Vec<u64>, ProfileError> {
-    let file =
-        File::open(path).map_err(|source| ProfileError::Read { path: path.into(), source })?;
+    let failed = |source| ProfileError::Read { path: path.into(), source };
+    // A pipe would be waited for, and a directory opens.
+    if !std::fs::metadata(path).map_err(failed)?.is_file() {
+        return Err(failed(io::Error::new(io::ErrorKind::InvalidInput, "it is no regular file")));
+    }
+    let file = File::open(path).map_err(failed)?;
     parse(BufReader::new(file.take(MAX_BYTES + 1)), path, ledger)
 }
 

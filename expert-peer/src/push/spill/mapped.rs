@@ -13,7 +13,7 @@ use gpu_sys::verbs::{
 use super::super::desk::Chunk;
 use super::super::options::PushError;
 use super::workers::Workers;
-use super::{Ended, Filled, Makings, count_of, whole_request};
+use super::{Ended, Filled, Makings, mapping_count, whole_request};
 
 /// Most threads that register: each waits for one range of the disk's.
 const PIN_THREADS: usize = 8;
@@ -47,7 +47,7 @@ impl Mapped {
             }
         }
         let chunk_bytes = whole_request(makings.range_bytes);
-        let count = count_of("--push-pinned", makings.options.pinned, chunk_bytes)?;
+        let count = mapping_count(makings.options, makings.range_bytes)?;
         let layers = makings.store.manifest().layout().layers();
         let map = |(layer, file): (&expert_tier::layout::LayerLayout, _)| {
             let bytes = u64::from(layer.experts()) * layer.stride();

@@ -176,6 +176,24 @@ impl Spill {
     }
 }
 
+/// Bytes of a slot: of a chunk, or of a whole request where clients READ it from there.
+fn slot_bytes(options: &PushOptions, range_bytes: u32) -> u64 {
+    match options.transfer {
+        Transfer::Push => CHUNK_BYTES,
+        Transfer::Stage => whole_request(range_bytes),
+    }
+}
+
+/// How many slots there are to be.
+pub(super) fn buffer_count(options: &PushOptions, range_bytes: u32) -> Result<usize, PushError> {
+    count_of("--push-buffers", options.buffers, slot_bytes(options, range_bytes))
+}
+
+/// How many ranges of file pages may be pinned at once.
+pub(super) fn mapping_count(options: &PushOptions, range_bytes: u32) -> Result<usize, PushError> {
+    count_of("--push-pinned", options.pinned, whole_request(range_bytes))
+}
+
 /// How many buffers of `each` bytes `bytes` are; `flag` sets them.
 fn count_of(flag: &'static str, bytes: u64, each: u64) -> Result<usize, PushError> {
     match usize::try_from(bytes / each) {

@@ -15,7 +15,7 @@ use railset::message::Transfer;
 use super::super::desk::Chunk;
 use super::super::options::PushError;
 use super::workers::Workers;
-use super::{CHUNK_BYTES, Ended, Filled, Makings, count_of, whole_request};
+use super::{CHUNK_BYTES, Ended, Filled, Makings, buffer_count, slot_bytes};
 
 /// Threads of ordinary reads: they are for file systems without a disk behind them, most often.
 const BUFFERED_THREADS: usize = 4;
@@ -64,11 +64,12 @@ impl Slots {
         makings: &Makings<'_>,
         reader: impl FnOnce(&Arc<SlotMemory>) -> Result<Reader, PushError>,
     ) -> Result<Self, PushError> {
-        let (slot_bytes, access) = match makings.options.transfer {
-            Transfer::Push => (CHUNK_BYTES, Access::LocalRead),
-            Transfer::Stage => (whole_request(makings.range_bytes), Access::RemoteRead),
+        let access = match makings.options.transfer {
+            Transfer::Push => Access::LocalRead,
+            Transfer::Stage => Access::RemoteRead,
         };
-        let count = count_of("--push-buffers", makings.options.buffers, slot_bytes)?;
+        let slot_bytes = slot_bytes(makings.options, makings.range_bytes);
+        let count = buffer_count(makings.options, makings.range_bytes)?;
         let (huge_pages, numa) = (HugePages::Prefer, NumaPlacement::default());
         let options = PinnedOptions { bytes: 0, huge_pages, numa };
         let (memory, free) = pin_slots(slot_bytes as usize, count, options)?;
