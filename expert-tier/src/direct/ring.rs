@@ -34,7 +34,7 @@ use io_uring::types::{Fixed, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode, squeue, types};
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::table::Table;
+use super::table::{Table, Then};
 use crate::tier::after;
 
 /// Memory that an extent is read into.
@@ -112,6 +112,8 @@ pub(crate) struct Driver<M, U> {
     listening: bool,
     /// Jobs with completions that have not been reported; kept, so that no turn allocates.
     reaped: VecDeque<u32>,
+    /// Jobs, and the pieces of them that are to be read once more.
+    again: Vec<(u32, usize)>,
 }
 
 /// Fields are dropped in this order: the ring goes before what it has registered and polls.
@@ -185,7 +187,8 @@ impl<M: Target, U> Ring<M, U> {
             plain_reads: AtomicU64::new(0),
         });
         let reaped = VecDeque::with_capacity(depth as usize);
-        let driver = Driver { core: Arc::clone(&core), listening: false, reaped };
+        let (core_too, again) = (Arc::clone(&core), Vec::new());
+        let driver = Driver { core: core_too, listening: false, reaped, again };
         Ok((Self(core), driver))
     }
 
@@ -321,7 +324,11 @@ impl<M: Target, U> Driver<M, U> {
         drop(table);
         let mut entered = core.enter(wait);
         let mut table = core.lock();
-        let continued = core.reap(&mut table, &mut self.listening, &mut self.reaped);
+        let (reaped, again) = (&mut self.reaped, &mut self.again);
+        let continued = core.reap(&mut table, &mut self.listening, reaped, again);
+        if !again.is_empty() {
+            entered = entered.and(core.read_again(&mut table, again));
+        }
         // The disk goes on with what comes next while this thread checks what has arrived.
         let more = core.pump(&mut table);
         drop(table);
@@ -365,13 +372,14 @@ impl<M, U> Core<M, U> {
         *listening = unsafe { self.push(&entry) }.is_ok();
     }
 
-    /// Takes every completion there is into the table, and lists whose they are in `reaped`; says if
-    /// it queued the rest of a read that came short.
+    /// Takes every completion there is into the table, lists whose they are in `reaped`, and in `again`
+    /// what failed and is to be read once more; says if it queued the rest of a read that came short.
     fn reap(
         &self,
         table: &mut Table<M, U>,
         listening: &mut bool,
         reaped: &mut VecDeque<u32>,
+        again: &mut Vec<(u32, usize)>,
     ) -> bool {
         let mut continued = false;
         // SAFETY: the driver alone gets here, from `turn`, which has it mutably.
@@ -385,18 +393,37 @@ impl<M, U> Core<M, U> {
             let (index, piece) = ((data >> 32) as u32, data as u32 as usize);
             table.in_flight -= 1;
             let Some(job) = table.at(index) else { continue };
-            if job.completed(piece, entry.result()) {
-                // Continued where it ended; where that is not aligned, the kernel says so.
-                match self.read(table, index, piece) {
-                    Ok(()) => continued = true,
-                    Err(error) => {
-                        table.at(index).into_iter().for_each(|job| job.fail(clone(&error)));
-                    }
+            match job.completed(piece, entry.result()) {
+                Then::Over => {}
+                Then::Rest => {
+                    self.read_on(table, index, piece);
+                    continued = true;
                 }
+                Then::Again => again.push((index, piece)),
             }
             reaped.push_back(index);
         }
         continued
+    }
+
+    /// Reads pieces that failed once more, each by itself. Reads that are handed over together and lie
+    /// side by side on the disk are one request to it, and where it cannot read a sector, all of them
+    /// fail: those of other records, too.
+    fn read_again(&self, table: &mut Table<M, U>, again: &mut Vec<(u32, usize)>) -> io::Result<()> {
+        let mut entered = self.enter(Duration::ZERO);
+        for (index, piece) in again.drain(..) {
+            self.read_on(table, index, piece);
+            entered = entered.and(self.enter(Duration::ZERO));
+        }
+        entered
+    }
+
+    /// Queues the read of what is missing of a piece that has been read before. Where that begins
+    /// within a block, the kernel says so.
+    fn read_on(&self, table: &mut Table<M, U>, index: u32, piece: usize) {
+        if let Err(error) = self.read(table, index, piece) {
+            table.at(index).into_iter().for_each(|job| job.fail(clone(&error)));
+        }
     }
 
     /// Queues pieces of the oldest waiting jobs until the depth is reached; says if there were any.
@@ -417,7 +444,7 @@ impl<M, U> Core<M, U> {
     /// Puts the read of what is missing of a piece into the submission queue.
     fn read(&self, table: &mut Table<M, U>, index: u32, piece: usize) -> io::Result<()> {
         let Some(job) = table.at(index) else { return Ok(()) };
-        let done = job.pieces[piece] as usize;
+        let done = job.pieces[piece].done as usize;
         let at = piece * job.piece_bytes + done;
         let len = job.piece_len(piece) - done;
         let address = job.start.0.as_ptr().wrapping_add(at);

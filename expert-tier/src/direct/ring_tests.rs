@@ -188,6 +188,19 @@ fn a_file_that_ends_early_is_an_error_and_never_a_full_read() {
     assert!(done.memory.seen.arrived.load(Ordering::Relaxed) <= 10_000);
 }
 
+/// On a disk, a read may fail for what it was made one request with.
+#[test]
+fn a_read_that_fails_is_tried_once_more_and_no_oftener() {
+    let (dir, _file, _) = file(8192);
+    let unreadable = File::options().write(true).open(dir.path().join("file")).unwrap();
+    let (ring, mut driver) = ring(&[unreadable], 4);
+    ring.submit([(whole(8192), Pages::new(8192), 1)]);
+    let done = finish(&mut driver, 1).remove(0);
+    assert_eq!(done.outcome.unwrap_err().raw_os_error(), Some(libc::EBADF));
+    assert_eq!(ring.reads(), ReadCounts { fixed: 0, plain: 4 }, "two pieces, twice each");
+    assert_eq!((ring.jobs(), ring.in_flight()), (0, 0));
+}
+
 #[test]
 fn an_extent_larger_than_its_target_is_refused() {
     let (_dir, file, _) = file(10_000);

@@ -28,7 +28,27 @@ pub(super) struct Table<M, U> {
 struct Entry<M, U> {
     job: Option<Job<M, U>>,
     /// The piece list of the entry's last job, for the next one.
-    spare_pieces: Vec<u32>,
+    spare_pieces: Vec<Piece>,
+}
+
+/// A part of an extent that is read by itself.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Piece {
+    /// Bytes read so far.
+    pub(super) done: u32,
+    /// A read of it has failed.
+    failed: bool,
+}
+
+/// What a read's end means for its piece.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Then {
+    /// Nothing more is to be read of it.
+    Over,
+    /// There is more of it.
+    Rest,
+    /// It is to be read once more, by itself.
+    Again,
 }
 
 /// One extent on its way into its memory.
@@ -40,8 +60,8 @@ pub(super) struct Job<M, U> {
     pub(super) extent: Extent,
     pub(super) begun: Instant,
     pub(super) piece_bytes: usize,
-    /// Bytes read of each piece submitted so far.
-    pub(super) pieces: Vec<u32>,
+    /// The pieces submitted so far.
+    pub(super) pieces: Vec<Piece>,
     /// Pieces, from the first on, that have been reported.
     reported: usize,
     pub(super) outstanding: u32,
@@ -180,7 +200,7 @@ impl<M, U> Table<M, U> {
     pub(super) fn next_piece(&mut self) -> Option<(u32, usize)> {
         while let Some(&index) = self.waiting.front() {
             if let Some(job) = self.at(index).filter(|job| job.more()) {
-                job.pieces.push(0);
+                job.pieces.push(Piece::default());
                 return Some((index, job.pieces.len() - 1));
             }
             self.waiting.pop_front();
@@ -214,17 +234,24 @@ impl<M, U> Job<M, U> {
         done && self.outstanding == 0 && self.memory.is_some()
     }
 
-    /// One of its reads has ended: `result` is its length, or an errno below zero. True if the
-    /// piece is to be read on.
-    pub(super) fn completed(&mut self, piece: usize, result: i32) -> bool {
+    /// One of its reads has ended: `result` is its length, or an errno below zero.
+    pub(super) fn completed(&mut self, piece: usize, result: i32) -> Then {
         self.outstanding -= 1;
+        let mut then = Then::Rest;
         match usize::try_from(result) {
             Ok(0) => self.fail(io::ErrorKind::UnexpectedEof.into()),
-            Ok(count) => self.pieces[piece] += count as u32,
+            Ok(count) => self.pieces[piece].done += count as u32,
             Err(_) if matches!(-result, libc::EINTR | libc::EAGAIN) => {}
-            Err(_) => self.fail(io::Error::from_raw_os_error(-result)),
+            Err(_) if self.pieces[piece].failed => {
+                self.fail(io::Error::from_raw_os_error(-result));
+            }
+            Err(_) => {
+                self.pieces[piece].failed = true;
+                then = Then::Again;
+            }
         }
-        self.failure.is_none() && (self.pieces[piece] as usize) < self.piece_len(piece)
+        let whole = self.pieces[piece].done as usize == self.piece_len(piece);
+        if self.failure.is_some() || whole { Then::Over } else { then }
     }
 
     /// Marks as reported what has arrived in order, and says how much that is.
@@ -232,7 +259,7 @@ impl<M, U> Job<M, U> {
         let mut bytes = 0;
         while self.failure.is_none() && self.reported < self.pieces.len() {
             let len = self.piece_len(self.reported);
-            if (self.pieces[self.reported] as usize) < len {
+            if (self.pieces[self.reported].done as usize) < len {
                 break;
             }
             self.reported += 1;
