@@ -135,10 +135,10 @@ pub enum RailsError {
         /// Why not.
         source: PinError,
     },
-    /// A record could not be read.
-    #[error("reading the records to publish: {source}")]
+    /// None of the records could be read.
+    #[error("of the records to publish none can be read: {source}")]
     Load {
-        /// Why not.
+        /// Why the last of them could not.
         source: StoreError,
     },
     /// The table of all records would be larger than clients take.

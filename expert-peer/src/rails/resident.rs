@@ -2,8 +2,8 @@
 //!
 //! One pinned region of equal slots, as large as the largest record of any layer, so that a slot
 //! can hold whatever record. The region is filled before anything is registered or published, and each
-//! record is checked in its slot: one that is damaged is withdrawn, and its slot left to others. Later
-//! each slot's one owner, the residency thread, gives it other contents.
+//! record is checked in its slot: one that is damaged, or that the disk does not give, is withdrawn, and
+//! its slot left to others. Later each slot's one owner, the residency thread, gives it other contents.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -63,7 +63,7 @@ pub(super) fn load(
 }
 
 /// Reads each of `keys` into the slot at its place and checks it there, on several threads; says which
-/// are sound.
+/// are sound. An error where the disk gives none of them.
 fn fill(
     store: &ExpertStore,
     keys: &[ExpertKey],
@@ -72,7 +72,7 @@ fn fill(
     progress: &Progress,
 ) -> Result<Vec<bool>, RailsError> {
     let slots: Vec<Mutex<&mut PinnedSlot>> = slots.iter_mut().map(Mutex::new).collect();
-    let next = AtomicUsize::new(0);
+    let (next, unread) = (AtomicUsize::new(0), AtomicUsize::new(0));
     let readers = std::thread::available_parallelism().map_or(1, usize::from).min(MAX_READERS);
     let read_some = || {
         loop {
@@ -84,10 +84,13 @@ fn fill(
             let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
             let read = store.read_at(key, 0, &mut slot.bytes_mut()[..record_bytes]);
             if let Err(source) = read {
-                next.store(keys.len(), Ordering::Relaxed);
-                return Err(RailsError::Load { source });
-            }
-            if let Err(mismatch) = check(store.manifest(), key, slot.bytes()) {
+                tracing::error!(%key, error = %source,
+                    "a record cannot be read; it is withdrawn until the store is mended");
+                ledger.withdraw(key);
+                if unread.fetch_add(1, Ordering::Relaxed) + 1 == keys.len() {
+                    return Err(RailsError::Load { source });
+                }
+            } else if let Err(mismatch) = check(store.manifest(), key, slot.bytes()) {
                 tracing::error!(%key, %mismatch,
                     "a record is damaged on disk; it is withdrawn until the store is mended");
                 ledger.withdraw(key);
@@ -133,9 +136,37 @@ impl Progress {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
+
+    use expert_tier::store::manifest::layer_file_name;
     use expert_tier::testing::TestStore;
 
     use super::*;
+
+    fn slots(store: &ExpertStore, count: usize) -> Vec<PinnedSlot> {
+        let slot_bytes = store.manifest().layout().max_stride() as usize;
+        let (huge_pages, numa) = (HugePages::Off, NumaPlacement::Local);
+        let options = PinnedOptions { bytes: 0, huge_pages, numa };
+        pin_slots(slot_bytes, count, options).unwrap().1
+    }
+
+    #[test]
+    fn a_record_that_cannot_be_read_is_withdrawn_unless_there_is_no_other() {
+        let test = TestStore::new(2, 4, &[5_000, 3_000], 79);
+        let store = test.open();
+        let keys: Vec<_> = store.manifest().layout().keys().collect();
+        let second = test.path().join(layer_file_name(keys[4].layer));
+        File::options().write(true).open(second).unwrap().set_len(0).unwrap();
+        let ledger = Ledger::new(store.manifest());
+        let mut slots = slots(&store, 8);
+        let load = |keys: &[ExpertKey], slots: &mut Vec<PinnedSlot>| {
+            fill(&store, keys, slots, &ledger, &Progress::new(keys.len() as u64))
+        };
+        let sound = load(&keys[2..6], &mut slots).unwrap();
+        assert_eq!(sound, [true, true, false, false]);
+        let failure = load(&keys[4..], &mut slots).unwrap_err();
+        assert!(matches!(failure, RailsError::Load { .. }), "{failure}");
+    }
 
     #[test]
     fn a_record_that_is_damaged_on_disk_is_withdrawn_before_anything_is_published() {
@@ -146,10 +177,7 @@ mod tests {
             test.flip_bit(keys[record], 1_000);
         }
         let ledger = Ledger::new(store.manifest());
-        let slot_bytes = store.manifest().layout().max_stride() as usize;
-        let (huge_pages, numa) = (HugePages::Off, NumaPlacement::Local);
-        let options = PinnedOptions { bytes: 0, huge_pages, numa };
-        let (_, mut slots) = pin_slots(slot_bytes, 5, options).unwrap();
+        let mut slots = slots(&store, 5);
         let progress = Progress::new(5);
         // The other one is not read, and nobody knows of it yet.
         let sound = fill(&store, &keys[..5], &mut slots, &ledger, &progress).unwrap();
