@@ -9,6 +9,7 @@ mod peer_support;
 #[path = "../../gpu-sys/tests/verbs_support/mod.rs"]
 mod verbs_support;
 
+mod bad_sectors;
 #[path = "../verbs_faults/cables.rs"]
 #[allow(dead_code, reason = "these tests use a part of it")]
 mod cables;
