@@ -65,17 +65,20 @@ pub(crate) struct BackendArgs {
     /// Requests in flight per connection, 1 to 512 [default: 16] [env: METRALE_EXPERT_DEPTH]
     #[arg(long = "expert-depth", visible_alias = "depth", value_name = "N")]
     depth: Option<u32>,
-    /// Longest wait for the record that is due [default: 2000] [env: METRALE_EXPERT_DEADLINE_MS]
+    /// Longest wait for the record that is due, 1 to 600000 ms [default: 2000]
+    /// [env: METRALE_EXPERT_DEADLINE_MS]
     #[arg(long = "expert-deadline-ms", visible_alias = "deadline-ms", value_name = "MS")]
     deadline_ms: Option<u64>,
-    /// Longest time from asking a peer for a record to its end [default: 30000]
+    /// Longest time from asking a peer for a record to its end, 1 to 3600000 ms [default: 30000]
     /// [env: METRALE_EXPERT_TOTAL_MS]
     #[arg(long = "expert-total-ms", visible_alias = "total-ms", value_name = "MS")]
     total_ms: Option<u64>,
-    /// Longest time to connect and shake hands [default: 1000] [env: METRALE_EXPERT_CONNECT_MS]
+    /// Longest time to connect and shake hands, 1 to 600000 ms [default: 1000]
+    /// [env: METRALE_EXPERT_CONNECT_MS]
     #[arg(long = "expert-connect-ms", visible_alias = "connect-ms", value_name = "MS")]
     connect_ms: Option<u64>,
-    /// How often one request is sent before it fails [default: 3] [env: METRALE_EXPERT_ATTEMPTS]
+    /// How often one request is sent before it fails, 1 to 100 [default: 3]
+    /// [env: METRALE_EXPERT_ATTEMPTS]
     #[arg(long = "expert-attempts", visible_alias = "attempts", value_name = "N")]
     attempts: Option<u32>,
     /// Threads that check what has arrived while more arrives, 0 to 64; 0 checks on the receiving
@@ -84,8 +87,8 @@ pub(crate) struct BackendArgs {
     check_threads: Option<u32>,
     #[command(flatten)]
     rails: RailArgs,
-    /// Pinned memory for fetched records: bytes, or 512MiB, 2G [default: what the records asked
-    /// for need, at most 256 MiB and what the locked-memory limit leaves]
+    /// Pinned memory for fetched records, room for one at least: bytes, or 512MiB, 2G [default: what
+    /// the records asked for need, at most 256 MiB and what the locked-memory limit leaves]
     /// [env: METRALE_EXPERT_ARENA_BYTES]
     #[arg(long = "expert-arena-bytes", visible_alias = "arena-bytes", value_name = "BYTES")]
     arena_bytes: Option<ByteSize>,
@@ -115,7 +118,7 @@ struct RailArgs {
     /// RDMA device of the first rail [default: chosen] [env: METRALE_EXPERT_RDMA_DEV]
     #[arg(long = "expert-rdma-dev", visible_alias = "rdma-dev", value_name = "DEV")]
     rdma_dev: Option<DeviceName>,
-    /// GID index of the first rail [default: chosen] [env: METRALE_EXPERT_RDMA_GID]
+    /// GID index of the first rail, 0 to 255 [default: chosen] [env: METRALE_EXPERT_RDMA_GID]
     #[arg(long = "expert-rdma-gid", visible_alias = "rdma-gid", value_name = "INDEX")]
     rdma_gid: Option<u8>,
     /// 1 for two rails, 0 for one [default: as many as both sides have]
@@ -125,7 +128,7 @@ struct RailArgs {
     /// RDMA device of the second rail [default: chosen] [env: METRALE_EXPERT_RAIL2_DEV]
     #[arg(long = "expert-rail2-dev", visible_alias = "rail2-dev", value_name = "DEV")]
     rail2_dev: Option<DeviceName>,
-    /// GID index of the second rail [default: chosen] [env: METRALE_EXPERT_RAIL2_GID]
+    /// GID index of the second rail, 0 to 255 [default: chosen] [env: METRALE_EXPERT_RAIL2_GID]
     #[arg(long = "expert-rail2-gid", visible_alias = "rail2-gid", value_name = "INDEX")]
     rail2_gid: Option<u8>,
     /// Queue pairs per rail, 1 to 16 [default: 2] [env: METRALE_EXPERT_QUEUE_PAIRS]
@@ -135,7 +138,7 @@ struct RailArgs {
     /// [env: METRALE_EXPERT_QUEUE_PAIR_DEPTH]
     #[arg(long = "expert-queue-pair-depth", visible_alias = "queue-pair-depth", value_name = "N")]
     queue_pair_depth: Option<u32>,
-    /// Longest wait for what flies on a rail that broke [default: 1000]
+    /// Longest wait for what flies on a rail that broke, 1 to 60000 ms [default: 1000]
     /// [env: METRALE_EXPERT_DRAIN_MS]
     #[arg(long = "expert-drain-ms", visible_alias = "drain-ms", value_name = "MS")]
     drain_ms: Option<u64>,
@@ -166,7 +169,8 @@ impl RailArgs {
 /// The flag of the shared secret, and its variable.
 #[derive(clap::Args, Debug)]
 pub(crate) struct SecretArgs {
-    /// File with the secret shared with the peer [env: METRALE_EXPERT_SECRET_FILE]
+    /// File with the secret shared with the peer, 16 to 4096 bytes before its line end
+    /// [env: METRALE_EXPERT_SECRET_FILE]
     #[arg(long = "expert-secret-file", visible_alias = "secret-file", value_name = "FILE")]
     secret_file: Option<PathBuf>,
 }

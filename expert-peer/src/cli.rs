@@ -38,7 +38,8 @@ pub struct RunArgs {
     /// Address and port to listen on: of a name the first address, and port 0 takes a free one
     #[arg(long, default_value = "127.0.0.1:9909", value_name = "HOST:PORT")]
     listen: HostPort,
-    /// File with the secret that clients must know [env: METRALE_EXPERT_SECRET_FILE]
+    /// File with the secret that clients must know, 16 to 4096 bytes before its line end
+    /// [env: METRALE_EXPERT_SECRET_FILE]
     #[arg(long = "expert-secret-file", visible_alias = "secret-file", value_name = "FILE")]
     secret_file: Option<PathBuf>,
     /// Listen beyond loopback without a secret: anybody who can connect may fetch

@@ -38,13 +38,13 @@ enum What {
 struct FetchArgs {
     #[command(flatten)]
     backend: BackendArgs,
-    /// Records asked for at once; the next batch starts when all have come
+    /// Records asked for at once, 1 to 65536; the next batch starts when all have come
     #[arg(long, value_name = "N", default_value_t = 1)]
     batch: usize,
     /// Only records of this layer [default: all]
     #[arg(long, value_name = "L")]
     layer: Option<u32>,
-    /// How long to measure, after half a second of warming up
+    /// How long to measure, more than 0 and at most 86400 s, after half a second of warming up
     #[arg(long, value_name = "S", default_value_t = 3.0)]
     seconds: f64,
     /// Whether records are checked; `off` is for measuring what checking costs, and hands out

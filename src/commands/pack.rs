@@ -31,11 +31,11 @@ pub(crate) struct Args {
     /// Read headers and say what would be packed; write nothing
     #[arg(long)]
     dry_run: bool,
-    /// Payload bytes per checksum, a power of two; a part of the store's identity
+    /// Payload bytes per checksum, a power of two from 4096 to 16777216; a part of the store's identity
     #[arg(long, value_name = "BYTES", default_value_t = DEFAULT_CHUNK_BYTES,
           value_parser = chunk_bytes)]
     chunk_bytes: u32,
-    /// Threads; as many as there are cores if not given
+    /// Threads, 1 to 256; as many as there are cores if not given
     #[arg(long, value_name = "N", value_parser = workers)]
     workers: Option<NonZeroUsize>,
     /// Print one JSON object

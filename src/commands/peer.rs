@@ -34,7 +34,7 @@ struct StatusArgs {
     peer: Option<HostPort>,
     #[command(flatten)]
     secret: SecretArgs,
-    /// Longest time to wait for the peer
+    /// Longest time to wait for the peer, 1 to 600000 ms
     #[arg(long, value_name = "MS", default_value_t = 5000,
         value_parser = clap::value_parser!(u64).range(1..=600_000))]
     connect_ms: u64,
