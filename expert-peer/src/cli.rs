@@ -54,9 +54,9 @@ pub struct RunArgs {
     #[cfg(metrale_rdma_verbs)]
     #[arg(long = "rail", value_name = "DEV[:GID]")]
     rails: Vec<String>,
-    /// Most memory for the records that clients READ, as in 64GiB; the other records lie on disk
-    /// alone and are sent when they are asked for. Of no use without rails: TCP serves every record
-    /// from disk [default: all records, or as many as memory and limits allow]
+    /// Most memory for the records that clients READ, as in 64GiB, room for one at least; the other
+    /// records lie on disk alone and are sent when they are asked for. Of no use without rails: TCP
+    /// serves every record from disk [default: all records, or as many as memory and limits allow]
     #[cfg(metrale_rdma_verbs)]
     #[arg(long, value_name = "BYTES")]
     dram_budget: Option<ByteSize>,

@@ -21,8 +21,9 @@ pub(crate) struct Args {
     /// Directory with config.json and safetensors
     #[arg(long, value_name = "DIR")]
     checkpoint: Option<PathBuf>,
-    /// Made-up weights instead: layers=4,experts=16,bytes=1048576/65536,seed=1; bytes is the
-    /// payload of a record, cycled over layers; seed is 0 if not given
+    /// Made-up weights instead: layers=4,experts=16,bytes=1048576/65536,seed=1; 1 to 4096 layers, 1 to
+    /// 65536 experts; bytes, 1 to 8589934592, is the payload of a record, cycled over layers; seed is 0
+    /// if not given
     #[arg(long, value_name = "SPEC")]
     synthetic: Option<SyntheticSpec>,
     /// Where the store goes: nothing or an empty directory
