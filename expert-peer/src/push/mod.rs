@@ -36,6 +36,7 @@ pub(crate) use desk::ClientId;
 use desk::{Desk, LaneId};
 use engine::{Engine, Mail, Unreadable, per_client};
 use lane::{Carried, Lane};
+pub(crate) use options::SpillMemory;
 pub use options::{PushError, PushOptions, SpillWish};
 use spill::{Makings, Spill};
 pub(crate) use stats::{PushCounts, PushStats};

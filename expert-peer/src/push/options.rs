@@ -11,6 +11,19 @@ use railset::message::Transfer;
 
 use super::spill;
 
+/// For the receives of clients' queue pairs: a page for each client and rail, of 256 such.
+const LANES_BYTES: u64 = 1 << 20;
+
+/// What pushes take of the memory that may be pinned.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(crate) struct SpillMemory {
+    /// Bytes of the pages themselves.
+    pub(crate) pinned: u64,
+    /// Bytes that count against the locked-memory limit: once for each device that registers the pages,
+    /// and once for io_uring, which has what it reads into registered, too.
+    pub(crate) locked: u64,
+}
+
 /// Where spilled records are to be read from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, clap::ValueEnum)]
 pub enum SpillWish {
@@ -74,13 +87,17 @@ impl PushOptions {
         Ok(())
     }
 
-    /// Most bytes that one device has registered for pushes.
-    pub(crate) fn locked_bytes(&self) -> u64 {
-        match self.source {
-            SpillWish::Auto => self.buffers.max(self.pinned),
-            SpillWish::Direct => self.buffers,
-            SpillWish::Mmap => self.pinned,
-        }
+    /// What pushes take of the memory that may be pinned, at most.
+    pub(crate) fn memory(&self, devices: u64) -> SpillMemory {
+        let times = |bytes: u64, registrations: u64| bytes.saturating_mul(registrations);
+        let buffers = (self.buffers, times(self.buffers, devices.saturating_add(1)));
+        let pages = (self.pinned, times(self.pinned, devices));
+        let (pinned, registered) = match self.source {
+            SpillWish::Auto => (buffers.0.max(pages.0), buffers.1.max(pages.1)),
+            SpillWish::Direct => buffers,
+            SpillWish::Mmap => pages,
+        };
+        SpillMemory { pinned, locked: registered.saturating_add(LANES_BYTES) }
     }
 }
 

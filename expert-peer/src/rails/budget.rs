@@ -8,8 +8,9 @@
 //!   slots x slot bytes            <= the same less what is locked already: the pages themselves
 //! ```
 //!
-//! Where records are spilled, the buffers through which they go are pinned and registered besides,
-//! and come off each of these but what a device registers at once.
+//! Where records are spilled, the buffers through which they go are pinned besides, and registered
+//! with every device and with io_uring; they come off each of these but what a device registers at
+//! once.
 
 use expert_tier::layout::ExpertLayout;
 use gpu_sys::limits::{Available, Bytes, IpcLock, LockLimit, free_huge_pages};
@@ -17,6 +18,7 @@ use gpu_sys::pinned::{HUGE_PAGE_BYTES, NumaPlacement, RESERVE_MAX_BYTES, usable_
 use railset::message::{SpillTerms, Transfer};
 
 use super::RailsError;
+use crate::push::{PushOptions, SpillMemory};
 
 /// Requests for spilled records that a client may have under way on a rail: enough to keep the disk
 /// and the rail busy at once, few enough that a client's share of the buffers is small.
@@ -49,63 +51,66 @@ pub(super) struct Bounds {
     pub(super) lock: LockLimit,
     /// What can be pinned, and what says so; `None` where nobody does.
     pub(super) memory: Option<Available>,
-    /// Bytes of buffers that are pinned and registered besides, if anything is spilled.
-    pub(super) spill_bytes: u64,
+    /// What is pinned and registered besides, if anything is spilled.
+    pub(super) spill: SpillMemory,
 }
 
 impl Bounds {
     /// Those of this process now.
-    pub(super) fn current(devices: Vec<(String, u64)>, spill_bytes: u64) -> Self {
+    pub(super) fn current(devices: Vec<(String, u64)>, push: &PushOptions) -> Self {
         // The pool of huge pages is apart from what counts as available.
         let pool = free_huge_pages(HUGE_PAGE_BYTES as u64, None) * HUGE_PAGE_BYTES as u64;
         let pool = Available { bytes: pool, bound_by: "the pool of huge pages".into() };
         let usable = usable_memory(NumaPlacement::Local);
         let memory = usable.map(|usable| if pool.bytes > usable.bytes { pool } else { usable });
-        Self { devices, lock: LockLimit::current(), memory, spill_bytes }
+        let spill = push.memory(devices.len() as u64);
+        Self { devices, lock: LockLimit::current(), memory, spill }
     }
 
-    /// The most bytes of a region beside `buffers` under each bound, with the bound's name.
-    fn most(&self, buffers: u64) -> Vec<(u64, String)> {
+    /// The most bytes of a region beside `spill` under each bound, with the bound's name.
+    fn most(&self, spill: SpillMemory) -> Vec<(u64, String)> {
         let mut most: Vec<_> = Vec::new();
         let limited = self.lock.capability != IpcLock::Granted;
         if let Some(soft) = self.lock.soft_bytes.filter(|_| limited) {
             let devices = (self.devices.len() as u64).max(1);
             let name = format!("the locked-memory limit ({}, {devices} devices)", self.lock);
             let unlocked = soft.saturating_sub(self.lock.locked_bytes);
-            let bytes = (soft / devices).min(unlocked).saturating_sub(buffers);
+            let registered = soft.saturating_sub(spill.locked) / devices;
+            let bytes = registered.min(unlocked.saturating_sub(spill.pinned));
             most.push((whole_pages(bytes), name));
         }
         if let Some(Available { bytes, bound_by }) = &self.memory {
             let name = format!("{} that can be pinned by {bound_by}", Bytes(*bytes));
             let slack = (bytes / SLACK_DIVISOR).min(RESERVE_MAX_BYTES);
-            most.push((whole_pages((bytes - slack).saturating_sub(buffers)), name));
+            most.push((whole_pages((bytes - slack).saturating_sub(spill.pinned)), name));
         }
         let device = |(name, bytes): &(String, u64)| (*bytes, format!("what {name} registers"));
         most.extend(self.devices.iter().map(device));
         most
     }
 
-    /// An error unless a region of `region_bytes` beside `buffers` keeps to all of them. Before
+    /// An error unless a region of `region_bytes` beside `spill` keeps to all of them. Before
     /// anything is read: a refusal after half an hour of loading would be no help.
-    fn hold(&self, region_bytes: u64, buffers: u64) -> Result<(), RailsError> {
+    fn hold(&self, region_bytes: u64, spill: SpillMemory) -> Result<(), RailsError> {
         let over = |(_, most): &&(String, u64)| region_bytes > *most;
         if let Some((device, max_bytes)) = self.devices.iter().find(over) {
             let (device, max_bytes, bytes) = (device.clone(), *max_bytes, region_bytes);
             return Err(RailsError::MaxRegion { device, max_bytes, bytes });
         }
-        let bytes = region_bytes.saturating_add(buffers);
-        let pinned_bytes = pinned(region_bytes).saturating_add(buffers);
+        let pinned_bytes = pinned(region_bytes).saturating_add(spill.pinned);
         let (devices, limit) = (self.devices.len() as u64, self.lock);
-        let needed_bytes = bytes.saturating_mul(devices);
+        let registered = region_bytes.saturating_mul(devices).saturating_add(spill.locked);
         let limited = limit.capability != IpcLock::Granted;
-        let over = limited && limit.soft_bytes.is_some_and(|soft| needed_bytes > soft);
+        let over = limited && limit.soft_bytes.is_some_and(|soft| registered > soft);
         if over || !limit.allows(pinned_bytes) {
-            return Err(RailsError::LockLimit { bytes, devices, needed_bytes, limit });
+            let needed_bytes = registered.max(pinned_bytes);
+            let (bytes, spill_bytes) = (region_bytes, spill.locked);
+            return Err(RailsError::LockLimit { bytes, devices, spill_bytes, needed_bytes, limit });
         }
         match &self.memory {
             Some(Available { bytes: usable_bytes, bound_by }) if pinned_bytes > *usable_bytes => {
                 let (usable_bytes, bound_by) = (*usable_bytes, bound_by.clone());
-                Err(RailsError::Memory { bytes, usable_bytes, bound_by })
+                Err(RailsError::Memory { bytes: pinned_bytes, usable_bytes, bound_by })
             }
             _ => Ok(()),
         }
@@ -150,9 +155,11 @@ impl Plan {
         let least = |bounds: Vec<(u64, String)>| bounds.into_iter().min_by_key(|(it, _)| *it);
         let most = match budget {
             Some(budget) => least(vec![all, (budget, "--dram-budget".into())]),
-            None => match least(bounds.most(0)).filter(|(bytes, _)| *bytes < all_bytes) {
+            None => match least(bounds.most(SpillMemory::default()))
+                .filter(|(bytes, _)| *bytes < all_bytes)
+            {
                 None => Some(all),
-                Some(_) => least(bounds.most(bounds.spill_bytes)),
+                Some(_) => least(bounds.most(bounds.spill)),
             },
         };
         let (most, bound_by) = most.unwrap_or_default();
@@ -161,7 +168,7 @@ impl Plan {
         let spilled = slots < records;
         let bound_by = if spilled { bound_by } else { "nothing".to_owned() };
         let plan = Self { slot_bytes, slots, records, bound_by };
-        bounds.hold(plan.bytes(), if spilled { bounds.spill_bytes } else { 0 })?;
+        bounds.hold(plan.bytes(), if spilled { bounds.spill } else { SpillMemory::default() })?;
         Ok(plan)
     }
 

@@ -1,6 +1,7 @@
 use expert_tier::testing::TestStore;
 
 use super::*;
+use crate::push::SpillWish;
 
 const GIB: u64 = 1 << 30;
 const MIB: u64 = 1 << 20;
@@ -16,7 +17,7 @@ fn unlimited() -> LockLimit {
 fn bounds(lock: LockLimit, memory_bytes: u64) -> Bounds {
     let memory = Some(Available { bytes: memory_bytes, bound_by: "a test".into() });
     let devices = vec![("rxe0".into(), 64 * GIB), ("rxe1".into(), 48 * GIB)];
-    Bounds { devices, lock, memory, spill_bytes: 0 }
+    Bounds { devices, lock, memory, spill: SpillMemory::default() }
 }
 
 /// Eight records, slots of 1 MiB and some.
@@ -73,14 +74,14 @@ fn a_budget_is_kept_to_and_one_that_does_not_fit_is_an_error() {
     let error = slots(Some(slot - 1), &roomy).unwrap_err();
     assert!(error.contains("--dram-budget") && error.contains("give"), "{error}");
     let error = slots(Some(6 * slot), &bounds(unlimited(), 4 * slot)).unwrap_err();
-    for part in ["--dram-budget", "6", "MiB", "can be pinned by a test"] {
+    for part in ["--dram-budget", "8 MiB", "can be pinned by a test"] {
         assert!(error.contains(part), "{part:?} is not in {error}");
     }
 }
 
 #[test]
 fn locked_memory_is_needed_once_for_each_device() {
-    let hold = |bytes, lock| bounds(lock, 100 * GIB).hold(bytes, 0);
+    let hold = |bytes, lock| bounds(lock, 100 * GIB).hold(bytes, SpillMemory::default());
     let allowed = lock(Some(20 * GIB), IpcLock::Absent);
     hold(10 * GIB, allowed).expect("twice 10 GiB");
     let error = hold(10 * GIB + 1, allowed).unwrap_err();
@@ -101,8 +102,8 @@ fn locked_memory_is_needed_once_for_each_device() {
 #[test]
 fn a_device_that_registers_less_at_once_is_named() {
     let roomy = bounds(unlimited(), 100 * GIB);
-    roomy.hold(48 * GIB, 0).expect("exactly what it takes");
-    let text = roomy.hold(48 * GIB + 1, 0).unwrap_err().to_string();
+    roomy.hold(48 * GIB, SpillMemory::default()).expect("exactly what it takes");
+    let text = roomy.hold(48 * GIB + 1, SpillMemory::default()).unwrap_err().to_string();
     for part in ["rxe1", "48 GiB", "--dram-budget", "--rail none"] {
         assert!(text.contains(part), "{part:?} is not in {text}");
     }
@@ -110,18 +111,43 @@ fn a_device_that_registers_less_at_once_is_named() {
 
 #[test]
 fn buffers_for_spilled_records_come_off_where_there_are_any() {
-    let with_buffers = |bounds| Bounds { spill_bytes: 2 * MIB, ..bounds };
+    // Registered with two devices and with io_uring.
+    let spill = SpillMemory { pinned: 2 * MIB, locked: 6 * MIB };
+    let with_buffers = |bounds| Bounds { spill, ..bounds };
     // All fit, so nothing is spilled and nothing else needed.
     let enough = with_buffers(bounds(unlimited(), 11 * MIB));
     assert_eq!(slots(None, &enough), Ok((8, "nothing".into())));
     let memory = with_buffers(bounds(unlimited(), 9 * MIB));
     assert_eq!(slots(None, &memory).unwrap().0, 5);
-    let locked = with_buffers(bounds(lock(Some(12 * MIB), IpcLock::Absent), GIB));
+    let locked = with_buffers(bounds(lock(Some(14 * MIB), IpcLock::Absent), GIB));
     assert_eq!(slots(None, &locked).unwrap().0, 3);
     let slot = layout().max_stride();
     assert_eq!(slots(Some(3 * slot), &locked).unwrap().0, 3);
     let error = slots(Some(4 * slot), &locked).unwrap_err();
-    assert!(error.contains("--dram-budget") && error.contains("12.1 MiB"), "{error}");
+    assert!(error.contains("--dram-budget") && error.contains("14.1 MiB"), "{error}");
+    // Not the registrations, but whole pages of 2 MiB and the buffers are too much.
+    let one = Bounds { devices: vec![("rxe0".into(), GIB)], ..locked };
+    let text =
+        one.hold(12 * MIB + 1, SpillMemory { locked: MIB, ..spill }).unwrap_err().to_string();
+    assert!(text.contains("needs 16 MiB") && text.contains("1 MiB for spilled"), "{text}");
+}
+
+#[test]
+fn buffers_count_once_for_each_device_and_once_for_io_uring() {
+    let options = |source| PushOptions {
+        source,
+        buffers: 8 * MIB,
+        pinned: 9 * MIB,
+        ..PushOptions::default()
+    };
+    let memory = |source| {
+        let SpillMemory { pinned, locked } = options(source).memory(2);
+        (pinned / MIB, locked / MIB)
+    };
+    // And 1 MiB for the receives of clients' queue pairs.
+    assert_eq!(memory(SpillWish::Direct), (8, 25));
+    assert_eq!(memory(SpillWish::Mmap), (9, 19));
+    assert_eq!(memory(SpillWish::Auto), (9, 25));
 }
 
 #[test]

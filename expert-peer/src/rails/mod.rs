@@ -87,7 +87,7 @@ pub enum RailsError {
         Bytes(*bytes), Bytes(*usable_bytes)
     )]
     Memory {
-        /// Bytes of the region.
+        /// Bytes of the region and of the buffers.
         bytes: u64,
         /// Bytes that can be pinned beside the reserve for others.
         usable_bytes: u64,
@@ -96,18 +96,20 @@ pub enum RailsError {
     },
     /// Registering would go over the locked-memory limit.
     #[error(
-        "publishing over RDMA needs {} of locked memory ({} for each of {devices} devices), the \
-         limit is {limit}: raise `ulimit -l` (LimitMEMLOCK= in a systemd unit, --ulimit memlock= for \
-         a container), grant CAP_IPC_LOCK, lower --dram-budget, name fewer devices with --rail, or \
-         serve over TCP alone with --rail none",
-        Bytes(*needed_bytes), Bytes(*bytes)
+        "publishing over RDMA needs {} of locked memory ({} for each of {devices} devices, {} for \
+         spilled records), the limit is {limit}: raise `ulimit -l` (LimitMEMLOCK= in a systemd unit, --ulimit memlock= for \
+         a container), grant CAP_IPC_LOCK, lower --dram-budget, --push-buffers or --push-pinned, \
+         name fewer devices with --rail, or serve over TCP alone with --rail none",
+        Bytes(*needed_bytes), Bytes(*bytes), Bytes(*spill_bytes)
     )]
     LockLimit {
         /// Bytes of the region.
         bytes: u64,
         /// Devices that register it.
         devices: u64,
-        /// Bytes for all of them.
+        /// Bytes for spilled records, with all devices.
+        spill_bytes: u64,
+        /// Bytes in all, or of the pages that are pinned, whichever is more.
         needed_bytes: u64,
         /// The limit in force.
         limit: LockLimit,
@@ -205,7 +207,7 @@ impl Published {
         let most = |device: &Served| {
             (device.context.name().to_owned(), device.context.limits().max_mr_size)
         };
-        let bounds = Bounds::current(served.iter().map(most).collect(), wish.push.locked_bytes());
+        let bounds = Bounds::current(served.iter().map(most).collect(), wish.push);
         let layout = store.manifest().layout();
         let plan = Plan::of(layout, wish.dram_budget, &bounds)?;
         let records = plan.first_records(profile.as_deref());
