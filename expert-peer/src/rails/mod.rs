@@ -97,9 +97,9 @@ pub enum RailsError {
     /// Registering would go over the locked-memory limit.
     #[error(
         "publishing over RDMA needs {} of locked memory ({} for each of {devices} devices, {} for \
-         spilled records), the limit is {limit}: raise `ulimit -l` (LimitMEMLOCK= in a systemd unit, --ulimit memlock= for \
-         a container), grant CAP_IPC_LOCK, lower --dram-budget, --push-buffers or --push-pinned, \
-         name fewer devices with --rail, or serve over TCP alone with --rail none",
+         spilled records), the limit is {limit}: raise `ulimit -l` (LimitMEMLOCK= in a systemd unit, \
+         --ulimit memlock= for a container), grant CAP_IPC_LOCK, lower --dram-budget, --push-buffers \
+         or --push-pinned, name fewer devices with --rail, or serve over TCP alone with --rail none",
         Bytes(*needed_bytes), Bytes(*bytes), Bytes(*spill_bytes)
     )]
     LockLimit {
