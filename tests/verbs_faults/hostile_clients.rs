@@ -2,27 +2,21 @@
 //! other clients notice.
 
 use std::net::Ipv4Addr;
-use std::sync::Arc;
 
 use expert_tier::testing::{TestStore, small_arena};
 use expert_tier::tier::ExpertTier;
 use expert_tier::verbs::VerbsTier;
 use expert_tier::wire::frame::{FrameHeader, FrameType, Status};
-use gpu_sys::verbs::{
-    self, Access, CompletionQueue, Destination, Post, QueuePairOptions, Remote, RemoteAccess,
-    RemoteEnd, Signal, WorkStatus,
-};
-use railset::facts::{Gid, Mtu};
-use railset::message::{
-    Connect, ConnectRail, Connected, Psn, Qpn, QueuePairEnd, Request, TableAck,
-};
-use railset::table::Table;
+use gpu_sys::verbs::{Access, Post, Remote, Signal, WorkStatus};
+use railset::facts::Gid;
+use railset::message::{Connect, ConnectRail, Psn, Qpn, QueuePairEnd, Request, TableAck};
 
 use crate::cables::{connect, keys, options, wait_queue_pairs};
 use crate::peer_support::process::Peer;
 use crate::peer_support::raw::Raw;
 use crate::peer_support::{BOUND, assert_right, fetch, wait_until};
-use crate::verbs_support::{Block, End, Side, local_end, pages};
+use crate::rail_client;
+use crate::verbs_support::{Block, pages};
 
 /// An honest client beside the others, and what the peer should have left after each of them.
 struct Witness {
@@ -44,11 +38,7 @@ impl Witness {
 
     /// A client that has been offered the rails.
     fn offered(&self) -> Raw {
-        let mut raw = Raw::attached(&self.peer.address(), 9, self.tier.manifest());
-        raw.send_frame(FrameType::RailsRequest, &Request.encode());
-        let (header, _) = raw.read().expect("an answer to Request");
-        assert_eq!(header.frame, FrameType::RailsOffer);
-        raw
+        rail_client::offered(&self.peer.address(), 9, self.tier.manifest()).0
     }
 
     /// Fails unless all is as it was, and the honest client gets its records.
@@ -78,17 +68,8 @@ impl Witness {
 
 fn rail(index: u8, address: [u8; 4], queue_pairs: u32) -> ConnectRail {
     let end = |n| QueuePairEnd { qpn: Qpn::new(0x1000 + n).unwrap(), psn: Psn::from_random(n) };
-    ConnectRail {
-        index,
-        node_guid: 0x1234 + u64::from(index),
-        port: 1,
-        gid: Gid(Ipv4Addr::from(address).to_ipv6_mapped().octets()),
-        lid: 0,
-        mtu: Mtu::B1024,
-        depth: 4,
-        queue_pairs: (0..queue_pairs).map(end).collect(),
-        push: false,
-    }
+    let gid = Ipv4Addr::from(address).to_ipv6_mapped().octets();
+    rail_client::rail(index, gid, (0..queue_pairs).map(end).collect())
 }
 
 fn connect_to(rails: Vec<ConnectRail>) -> Vec<u8> {
@@ -147,7 +128,7 @@ fn messages_out_of_turn_are_refused_by_name() {
     peer.unharmed();
     for generation in [0, 2, u64::MAX] {
         let mut raw = connected(&peer, &body);
-        raw.send_frame(table_ack, &ack(generation));
+        rail_client::acknowledge(&mut raw, generation);
         let (_, text) = raw.refusal();
         assert!(text.contains(&generation.to_string()), "{text}");
         peer.unharmed();
@@ -193,7 +174,7 @@ fn queue_pairs_go_with_a_client_that_leaves_at_any_point() {
         drop(peer.offered());
         drop(connected(&peer, &body));
         let mut raw = connected(&peer, &body);
-        raw.send_frame(FrameType::RailsTableAck, &TableAck { generation: 1 }.encode());
+        rail_client::acknowledge(&mut raw, 1);
         drop(raw);
         wait_queue_pairs(&peer.peer, 4);
     }
@@ -205,43 +186,9 @@ fn queue_pairs_go_with_a_client_that_leaves_at_any_point() {
 #[ignore = "needs RDMA devices: scripts/test-verbs"]
 fn published_memory_can_be_read_and_not_written() {
     let peer = Witness::new(75, &[]);
-    let end = End::open("rxe0");
-    let queue = CompletionQueue::new(end.context(), 16).unwrap();
-    let options = QueuePairOptions {
-        port: 1,
-        send_wr: 16,
-        recv_wr: 0,
-        recv_bytes: 0,
-        inline_bytes: 0,
-        remote_access: RemoteAccess::None,
-    };
-    let prepared = end.prepare(&queue, options);
-    let qpn = Qpn::new(prepared.number()).unwrap();
-    let ours = QueuePairEnd { qpn, psn: Psn::from_random(7) };
-    let rail = ConnectRail {
-        gid: Gid(end.gid()),
-        queue_pairs: vec![ours],
-        mtu: Mtu::B4096,
-        ..rail(0, [10, 1, 0, 1], 1)
-    };
     let mut raw = peer.offered();
-    raw.send_frame(FrameType::RailsConnect, &connect_to(vec![rail]));
-    let connected = Connected::decode(&raw.read().expect("an answer").1).unwrap();
-    let table = Table::decode(&raw.read().expect("a table").1).unwrap();
-    let (theirs, layer) = (connected.rails[0].queue_pairs[0], &table.layers()[0]);
-    let remote_end = RemoteEnd {
-        queue_pair: theirs.qpn.value(),
-        psn: verbs::Psn::new(theirs.psn.value()),
-        destination: Destination::Ethernet {
-            gid: Ipv4Addr::new(10, 1, 0, 2).to_ipv6_mapped().octets(),
-        },
-        mtu: verbs::Mtu::Bytes4096,
-        max_dest_rd_atomic: connected.rails[0].depth,
-    };
-    let local = local_end(verbs::Psn::new(ours.psn.value()));
-    let queue_pair = prepared.connect(&remote_end, &local).unwrap();
-    let domain = Arc::clone(&end.domain);
-    let mut side = Side { queue_pair, queue, domain, completions: 0 };
+    let (mut side, table) = rail_client::reader(&mut raw);
+    let layer = &table.layers()[0];
     let mine = pages(4096);
     let region = side.register(&mine, Access::LocalWrite);
     let address = layer.columns[0].base + u64::from(layer.slots[0]) * layer.slot_stride;

@@ -1,6 +1,5 @@
 //! A client that asks for spilled records by hand, on one rail.
 
-use std::net::Ipv4Addr;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -9,15 +8,11 @@ use std::time::{Duration, Instant};
 use expert_tier::key::ExpertKey;
 use expert_tier::store::manifest::Manifest;
 use expert_tier::testing::TestStore;
-use expert_tier::wire::frame::FrameType;
 use gpu_sys::verbs::{
-    self, Access, CompletionQueue, Completions, Destination, MemoryRegion, Post, PreparedQueuePair,
-    QueuePair, QueuePairOptions, Remote, RemoteAccess, RemoteEnd, Signal, WorkError,
+    self, Access, CompletionQueue, Completions, MemoryRegion, Post, QueuePair, QueuePairOptions,
+    Remote, RemoteAccess, Signal, WorkError,
 };
-use railset::facts::{Gid, Mtu};
-use railset::message::{
-    Connect, ConnectRail, Connected, Offer, Psn, Qpn, QueuePairEnd, Request, SpillTerms, TableAck,
-};
+use railset::message::{ConnectRail, SpillTerms};
 use railset::push::{Fetch, PushRequest, PushStatus, RECEIPT_BYTES, Receipt, Window};
 use railset::table::{SPILLED, Table};
 
@@ -25,7 +20,8 @@ use crate::peer_support::process::Peer;
 use crate::peer_support::raw::Raw;
 use crate::peer_support::scripted::record;
 use crate::peer_support::{BOUND, wait_until};
-use crate::verbs_support::{Block, End, Pages, local_end, pages};
+use crate::rail_client;
+use crate::verbs_support::{Block, End, Pages, pages};
 
 /// Bytes of the client's memory; room for any range that is asked for.
 pub(crate) const LANDING: usize = 4 << 20;
@@ -70,10 +66,6 @@ fn options(credits: u32, remote_access: RemoteAccess) -> QueuePairOptions {
     }
 }
 
-fn ours(prepared: &PreparedQueuePair<Block>, psn: u32) -> QueuePairEnd {
-    QueuePairEnd { qpn: Qpn::new(prepared.number()).unwrap(), psn: Psn::from_random(psn) }
-}
-
 impl Client {
     /// Connects as client `number`, on rail 0.
     pub(crate) fn connect(peer: &Peer, manifest: &Manifest, number: u8) -> Self {
@@ -82,9 +74,7 @@ impl Client {
 
     /// Connects as client `number`, on the peer's rail `rail`.
     pub(crate) fn on_rail(peer: &Peer, manifest: &Manifest, number: u8, rail: u8) -> Self {
-        let mut raw = Raw::attached(&peer.address(), number, manifest);
-        raw.send_frame(FrameType::RailsRequest, &Request.encode());
-        let offer = Offer::decode(&raw.read().expect("an offer").1).unwrap();
+        let (mut raw, offer) = rail_client::offered(&peer.address(), number, manifest);
         let terms = offer.spill.expect("a peer that spills");
         let end = End::open(&format!("rxe{rail}"));
         let credits = u32::from(terms.credits);
@@ -94,42 +84,11 @@ impl Client {
             |options| QueuePair::<Block>::prepare(&end.domain, &sends, &receives, options).unwrap();
         let reads = prepare(QueuePairOptions { send_wr: 1, ..options(0, RemoteAccess::None) });
         let push = prepare(options(credits, RemoteAccess::Write));
-        let queue_pairs = vec![ours(&reads, 7), ours(&push, 0xff_fff0)];
-        let connect = ConnectRail {
-            index: rail,
-            node_guid: u64::from(number) + 0x1234,
-            port: 1,
-            gid: Gid(end.gid()),
-            lid: 0,
-            mtu: Mtu::B4096,
-            depth: 4,
-            queue_pairs: queue_pairs.clone(),
-            push: true,
-        };
-        raw.send_frame(FrameType::RailsConnect, &Connect { rails: vec![connect] }.encode());
-        let (header, body) = raw.read().expect("an answer");
-        assert_eq!(header.frame, FrameType::RailsConnected, "{:?}", String::from_utf8_lossy(&body));
-        let connected = Connected::decode(&body).unwrap();
-        let table = Table::decode(&raw.read().expect("a table").1).unwrap();
-        let theirs = &connected.rails[0].queue_pairs;
-        let up = |prepared: PreparedQueuePair<Block>, at: usize| {
-            let remote = RemoteEnd {
-                queue_pair: theirs[at].qpn.value(),
-                psn: verbs::Psn::new(theirs[at].psn.value()),
-                destination: Destination::Ethernet {
-                    gid: Ipv4Addr::new(10, rail + 1, 0, 2).to_ipv6_mapped().octets(),
-                },
-                mtu: verbs::Mtu::from_wire(connected.rails[0].mtu.wire()).unwrap(),
-                max_dest_rd_atomic: connected.rails[0].depth,
-            };
-            let local = local_end(verbs::Psn::new(queue_pairs[at].psn.value()));
-            prepared.connect(&remote, &local).unwrap()
-        };
-        let (reads, queue_pair) = (up(reads, 0), up(push, 1));
-        let generation = table.generation();
-        raw.send_frame(FrameType::RailsTableAck, &TableAck { generation }.encode());
+        let rail = ConnectRail { push: true, ..rail_client::rail(rail, end.gid(), vec![]) };
+        let prepared = [(reads, 7), (push, 0xff_fff0)];
+        let ([_reads, queue_pair], table) = rail_client::connect(&mut raw, rail, prepared);
+        rail_client::acknowledge(&mut raw, table.generation());
         let mine = pages(LANDING);
-        let _reads = reads;
         Self { raw, queue_pair, sends, receives, mine, terms, table, next_id: 1, _reads, end }
     }
 

@@ -6,6 +6,8 @@
 
 #[path = "../peer_support/mod.rs"]
 mod peer_support;
+#[path = "../peer_support/rail_client.rs"]
+mod rail_client;
 #[path = "../../gpu-sys/tests/verbs_support/mod.rs"]
 mod verbs_support;
 

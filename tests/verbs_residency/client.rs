@@ -1,27 +1,20 @@
 //! A client that speaks the rails' protocol by hand and READs by whichever table it likes.
 
 use std::io::ErrorKind;
-use std::net::Ipv4Addr;
 use std::sync::Arc;
 
 use expert_tier::key::ExpertKey;
 use expert_tier::record::{Mismatch, RecordCheck};
 use expert_tier::store::manifest::Manifest;
 use expert_tier::wire::frame::FrameType;
-use gpu_sys::verbs::{
-    self, Access, CompletionQueue, Destination, MemoryRegion, Post, QueuePairOptions, Remote,
-    RemoteAccess, RemoteEnd, Signal, WorkError,
-};
-use railset::facts::{Gid, Mtu};
-use railset::message::{
-    Connect, ConnectRail, Connected, Damaged, Psn, Qpn, QueuePairEnd, Request, TableAck, Usage,
-    UsageEntry,
-};
+use gpu_sys::verbs::{Access, MemoryRegion, Post, Remote, Signal, WorkError};
+use railset::message::{Damaged, Usage, UsageEntry};
 use railset::table::{SPILLED, Table};
 
 use crate::peer_support::BOUND;
 use crate::peer_support::raw::Raw;
-use crate::verbs_support::{Block, End, Pages, Side, local_end, pages};
+use crate::rail_client;
+use crate::verbs_support::{Block, Pages, Side, pages};
 
 /// Room for any record of a test's store.
 const RECORD_BYTES: usize = 1 << 20;
@@ -39,51 +32,8 @@ pub(crate) struct Client {
 impl Client {
     /// Connects as client `id`; it has a table, and has not acknowledged it.
     pub(crate) fn connect(peer: &str, id: u8, manifest: &Arc<Manifest>) -> Self {
-        let mut raw = Raw::attached(peer, id, manifest);
-        raw.send_frame(FrameType::RailsRequest, &Request.encode());
-        let (header, _) = raw.read().expect("an answer to Request");
-        assert_eq!(header.frame, FrameType::RailsOffer);
-        let end = End::open("rxe0");
-        let queue = CompletionQueue::new(end.context(), 16).unwrap();
-        let options = QueuePairOptions {
-            port: 1,
-            send_wr: 16,
-            recv_wr: 0,
-            recv_bytes: 0,
-            inline_bytes: 0,
-            remote_access: RemoteAccess::None,
-        };
-        let prepared = end.prepare(&queue, options);
-        let qpn = Qpn::new(prepared.number()).unwrap();
-        let ours = QueuePairEnd { qpn, psn: Psn::from_random(7) };
-        let rail = ConnectRail {
-            index: 0,
-            node_guid: 0x1234 + u64::from(id),
-            port: 1,
-            gid: Gid(end.gid()),
-            lid: 0,
-            mtu: Mtu::B4096,
-            depth: 4,
-            queue_pairs: vec![ours],
-            push: false,
-        };
-        raw.send_frame(FrameType::RailsConnect, &Connect { rails: vec![rail] }.encode());
-        let connected = Connected::decode(&raw.read().expect("an answer").1).unwrap();
-        let table = Table::decode(&raw.read().expect("a table").1).unwrap();
-        let theirs = connected.rails[0].queue_pairs[0];
-        let remote = RemoteEnd {
-            queue_pair: theirs.qpn.value(),
-            psn: verbs::Psn::new(theirs.psn.value()),
-            destination: Destination::Ethernet {
-                gid: Ipv4Addr::new(10, 1, 0, 2).to_ipv6_mapped().octets(),
-            },
-            mtu: verbs::Mtu::Bytes4096,
-            max_dest_rd_atomic: connected.rails[0].depth,
-        };
-        let local = local_end(verbs::Psn::new(ours.psn.value()));
-        let queue_pair = prepared.connect(&remote, &local).unwrap();
-        let domain = Arc::clone(&end.domain);
-        let side = Side { queue_pair, queue, domain, completions: 0 };
+        let (mut raw, _) = rail_client::offered(peer, id, manifest);
+        let (side, table) = rail_client::reader(&mut raw);
         let mine = pages(RECORD_BYTES);
         let region = side.register(&mine, Access::LocalWrite);
         Self { raw, table, manifest: Arc::clone(manifest), side, mine, region }
@@ -91,15 +41,12 @@ impl Client {
 
     /// Says that it uses its table, and no older one.
     pub(crate) fn acknowledge(&mut self) {
-        let generation = self.table.generation();
-        self.raw.send_frame(FrameType::RailsTableAck, &TableAck { generation }.encode());
+        rail_client::acknowledge(&mut self.raw, self.table.generation());
     }
 
     /// Takes the next table.
     pub(crate) fn next_table(&mut self) {
-        let (header, body) = self.raw.read().expect("a newer table");
-        assert_eq!(header.frame, FrameType::RailsTable);
-        let table = Table::decode(&body).unwrap();
+        let table = rail_client::table(&mut self.raw);
         assert!(table.generation() > self.table.generation());
         self.table = table;
     }
