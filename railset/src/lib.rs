@@ -5,9 +5,9 @@
 //! | [`facts`] | nothing: what a host has, as plain data |
 //! | [`choose`] | which device, port and GID, and why |
 //! | [`pairing`] | which of the peer's rails with which of our own |
-//! | [`message`], [`table`], [`wire`] | the bytes of both ends' messages |
+//! | [`message`], [`push`], [`table`], [`wire`] | the bytes of both ends' messages |
 //! | [`handshake`] | how both ends agree on queue pairs and a table |
-//! | [`health`], [`Backoff`] | which rails are up, and when to try the others |
+//! | [`health`], [`Backoff`] | when to try a rail again that is missing |
 //! | `driver` | nothing: it asks the system for facts and routes |
 //!
 //! All but the driver is pure logic: nothing does I/O or reads a clock.
