@@ -28,12 +28,12 @@ use super::stats::PushStats;
 use crate::ledger::Ledger;
 use crate::seldom::Seldom;
 
-/// How long the thread goes on looking when there has been nothing to do: about what waking up would
-/// cost.
-const SPIN: Duration = Duration::from_micros(50);
-/// The same while a request waits or is being read: a read by an NVMe disk takes about as long, and
-/// would else have its client wait for this thread to wake up, too.
-const SPIN_QUEUED: Duration = Duration::from_micros(200);
+/// How long the thread goes on looking for requests when there has been nothing to do: what a client
+/// that fetches one record after the other takes from one to the next.
+const SPIN: Duration = Duration::from_millis(1);
+/// The same while requests wait for the disk, about what waking up would cost: a read takes several
+/// times that.
+const SPIN_QUEUED: Duration = Duration::from_micros(20);
 /// Longest wait in poll(2); everything that ends one earlier has a descriptor or a deadline.
 const MOST_WAIT: Duration = Duration::from_secs(1);
 /// Most completions of a lane that one look takes, so that lanes take turns.
@@ -156,11 +156,6 @@ impl Engine {
     fn turn(&mut self, room: &mut Room) -> bool {
         let mut busy = self.look_at_lanes(room);
         let now = Instant::now();
-        self.spill.turn(&mut room.ended);
-        busy |= !room.ended.is_empty();
-        for end in room.ended.drain(..) {
-            self.on_read(end, now);
-        }
         self.expire(now);
         while self.spill.has_room()
             && let Some(chunk) = self.desk.next_chunk(now)
@@ -168,6 +163,12 @@ impl Engine {
             busy = true;
             let device = self.lanes.get(&chunk.lane).map_or(0, |lane| lane.device);
             self.spill.start(chunk, device);
+        }
+        // Behind the requests, so that they go to the disk at once.
+        self.spill.turn(&mut room.ended);
+        busy |= !room.ended.is_empty();
+        for end in room.ended.drain(..) {
+            self.on_read(end, now);
         }
         let Self { lanes, spill, stall, .. } = self;
         let stall = *stall;
