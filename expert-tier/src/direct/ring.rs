@@ -187,8 +187,8 @@ impl<M: Target, U> Ring<M, U> {
             plain_reads: AtomicU64::new(0),
         });
         let reaped = VecDeque::with_capacity(depth as usize);
-        let (core_too, again) = (Arc::clone(&core), Vec::new());
-        let driver = Driver { core: core_too, listening: false, reaped, again };
+        let again = Vec::new();
+        let driver = Driver { core: Arc::clone(&core), listening: false, reaped, again };
         Ok((Self(core), driver))
     }
 
@@ -406,9 +406,9 @@ impl<M, U> Core<M, U> {
         continued
     }
 
-    /// Reads pieces that failed once more, each by itself. Reads that are handed over together and lie
-    /// side by side on the disk are one request to it, and where it cannot read a sector, all of them
-    /// fail: those of other records, too.
+    /// Reads pieces that failed once more, each handed over by itself. Reads that are handed over together
+    /// and lie side by side on the disk are one request to it, and where it cannot read a sector, all of
+    /// them fail: those of other records, too. The table stays locked, so that no job ends meanwhile.
     fn read_again(&self, table: &mut Table<M, U>, again: &mut Vec<(u32, usize)>) -> io::Result<()> {
         let mut entered = self.enter(Duration::ZERO);
         for (index, piece) in again.drain(..) {

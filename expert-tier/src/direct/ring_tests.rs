@@ -202,6 +202,31 @@ fn a_read_that_fails_is_tried_once_more_and_no_oftener() {
 }
 
 #[test]
+fn a_piece_that_failed_once_goes_on_where_it_was_and_fails_with_the_next_failure() {
+    let ended = |results: &[i32], cancelled: bool| {
+        let mut table = Table::new(1);
+        table.add(whole(4096), Pages::new(4096), 1_u32, 4096);
+        let (index, piece) = table.next_piece().unwrap();
+        if cancelled {
+            table.cancel(|_| true);
+        }
+        let job = table.at(index).unwrap();
+        results
+            .iter()
+            .map(|result| {
+                job.outstanding += 1;
+                job.completed(piece, *result)
+            })
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(ended(&[-5, 1024, 3072], false), [Then::Again, Then::Rest, Then::Over]);
+    assert_eq!(ended(&[1024, -5, 3072], false), [Then::Rest, Then::Again, Then::Over]);
+    assert_eq!(ended(&[-5, -libc::EINTR, -61], false), [Then::Again, Then::Rest, Then::Over]);
+    // Nothing more is read for whom nobody waits.
+    assert_eq!(ended(&[-5], true), [Then::Over]);
+}
+
+#[test]
 fn an_extent_larger_than_its_target_is_refused() {
     let (_dir, file, _) = file(10_000);
     let (ring, mut driver) = ring(&[file], 4);

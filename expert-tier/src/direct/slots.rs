@@ -119,6 +119,10 @@ impl<U> SlotReader<U> {
     /// # Errors
     /// The kernel takes no reads; those that it has go on.
     pub fn turn(&mut self, mut each: impl FnMut(SlotReadEnd<U>)) -> io::Result<()> {
+        if self.under_way() == 0 {
+            // Whoever looks all the time would call the kernel all the time.
+            return Ok(());
+        }
         let turned = self.driver.turn(Duration::ZERO, &mut self.finished);
         for Finished { memory, tag, outcome } in self.finished.drain(..) {
             each(SlotReadEnd { slot: memory.0, tag, outcome });
