@@ -23,6 +23,8 @@ const PIECE_BYTES: usize = 256 << 10;
 /// Pieces of a connection that are read or sent: with two, the disk waits for every send; with these it
 /// has several reads at once, as disks want.
 const PIECES: usize = 8;
+/// Longest wait of a connection that ends for reads that the disk has; its slots are leaked then.
+const DROP_WAIT: Duration = Duration::from_secs(5);
 /// What direct reads are aligned to.
 const ALIGN: u64 = 4096;
 
@@ -38,8 +40,8 @@ pub enum NoReader {
 }
 
 /// Finds out whether `store` can be sent so, by what a connection would need.
-pub(crate) fn probe(store: &ExpertStore, drop_wait: Duration) -> Result<(), NoReader> {
-    DirectSender::new(store, drop_wait).map(drop)
+pub(crate) fn probe(store: &ExpertStore) -> Result<(), NoReader> {
+    DirectSender::new(store).map(drop)
 }
 
 /// What a peer knows of connections that got no direct reads although the store has them: locked
@@ -99,42 +101,43 @@ struct Piece {
 }
 
 impl DirectSender {
-    pub(crate) fn new(store: &ExpertStore, drop_wait: Duration) -> Result<Self, NoReader> {
+    pub(crate) fn new(store: &ExpertStore) -> Result<Self, NoReader> {
         let options =
             PinnedOptions { bytes: 0, huge_pages: HugePages::Off, numa: NumaPlacement::Local };
         let (memory, free) = pin_slots(PIECE_BYTES, PIECES, options)?;
         let depth = NonZeroU32::new(PIECES as u32).unwrap_or(NonZeroU32::MIN);
-        let options = SlotReaderOptions { depth, piece_bytes: PIECE_BYTES, drop_wait };
+        let options = SlotReaderOptions { depth, piece_bytes: PIECE_BYTES, drop_wait: DROP_WAIT };
         Ok(Self { reader: SlotReader::open(store, &memory, options)?, free })
     }
 
-    /// Whether nothing is read any more.
-    pub(crate) fn is_idle(&self) -> bool {
-        self.reader.under_way() == 0
-    }
-
     /// Gives the bytes of `stretch` to `sink`, in order and as they come; nothing may come of the disk
-    /// for `deadline` at most.
+    /// for `deadline` at most. What an earlier call left with the disk comes first.
     pub(crate) fn send<E>(
         &mut self,
         stretch: Stretch,
         deadline: Duration,
         mut sink: impl FnMut(&[u8]) -> Result<(), E>,
     ) -> Result<(), SendError<E>> {
-        let sent = self.send_some(stretch, deadline, &mut sink);
-        // After an error the reads under way have to end before their slots are used again.
+        self.settle(deadline)?;
+        self.send_some(stretch, deadline, &mut sink)
+    }
+
+    /// Waits for the reads that a call left under way as it failed, before their slots are used again.
+    /// Whoever was to be told of that failure has been told by now.
+    fn settle<E>(&mut self, deadline: Duration) -> Result<(), SendError<E>> {
         let started = Instant::now();
-        while sent.is_err() && self.reader.under_way() > 0 && started.elapsed() < deadline {
+        loop {
             let free = &mut self.free;
-            if self.reader.turn(|end| free.push(end.slot)).is_err() {
-                break;
-            }
+            self.reader.turn(|end| free.push(end.slot)).map_err(SendError::Read)?;
             // With none left nothing would end the wait but its bound.
-            if self.reader.under_way() > 0 {
-                self.wait(deadline.saturating_sub(started.elapsed()));
+            if self.reader.under_way() == 0 {
+                return Ok(());
             }
+            if started.elapsed() >= deadline {
+                return Err(SendError::Stalled);
+            }
+            self.wait(deadline.saturating_sub(started.elapsed()));
         }
-        sent
     }
 
     fn send_some<E>(
@@ -229,7 +232,7 @@ mod tests {
 
     /// On a file system with direct reads, which the target directory's usually is.
     fn sender(store: &TestStore) -> Option<DirectSender> {
-        match DirectSender::new(&store.open(), STALL) {
+        match DirectSender::new(&store.open()) {
             Ok(sender) => Some(sender),
             Err(reason) => {
                 println!("not tried here: {reason}");
@@ -288,6 +291,7 @@ mod tests {
             });
             assert!(sent.is_ok() && bytes == whole.bytes, "{bytes}");
         }
+        assert!(sender.settle::<()>(STALL).is_ok());
         assert_eq!(sender.free.len(), PIECES, "every slot is back");
         assert!(started.elapsed() < STALL, "nobody waits for reads that have ended");
     }

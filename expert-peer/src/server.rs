@@ -145,7 +145,7 @@ impl Server {
         // Also for a peer that spills nothing, or has no rails: TCP reads so, too.
         #[cfg(metrale_rdma_verbs)]
         if options.push.source == SpillWish::Direct {
-            direct_send::probe(&store, options.push.deadline)?;
+            direct_send::probe(&store)?;
         }
         let bound = TcpListener::bind(listen).and_then(|listener| {
             listener.set_nonblocking(true)?;

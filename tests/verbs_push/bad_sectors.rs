@@ -159,7 +159,7 @@ fn a_peer_that_cannot_read_one_record_starts_with_the_others() {
     peer.wait_log("a record cannot be read");
     assert!(peer.log().contains(&bad.to_string()), "{}", peer.log());
     let residency = peer.status().residency;
-    assert_eq!((residency.resident_records, residency.withdrawn), (48, 1));
+    assert_eq!((residency.resident_records, residency.withdrawn), (48, 0));
     let tier = cables::connect(cables::options(peer.address()));
     let arena = small_arena(8);
     for completion in keys(tier.manifest()).chunks(8).flat_map(|it| fetch_batch(&tier, &arena, it))

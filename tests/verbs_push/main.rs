@@ -18,6 +18,7 @@ mod cables;
 mod client;
 mod fair;
 mod faults;
+mod hanging_disk;
 mod hostile;
 mod right;
 mod stage;

@@ -7,6 +7,7 @@ use expert_tier::wire::frame::{FrameHeader, FrameType, HEADER_BYTES, Status};
 use super::{Connection, End, send_all};
 use crate::direct_send::{DirectSender, SendError, Stretch};
 use crate::push::SpillWish;
+use crate::server::Shared;
 
 /// What a connection has for direct reads.
 pub(super) enum Direct {
@@ -15,6 +16,25 @@ pub(super) enum Direct {
     Ready(Box<DirectSender>),
     /// There was nothing left for it: it reads as others do, to its end.
     Refused,
+}
+
+impl Direct {
+    /// What direct reads take, if it is to be had; tried once.
+    fn sender(&mut self, shared: &Shared) -> Option<&mut DirectSender> {
+        if let Self::Untried = self {
+            *self = match DirectSender::new(&shared.store) {
+                Ok(sender) => Self::Ready(Box::new(sender)),
+                Err(error) => {
+                    shared.shortages.one_more(&error);
+                    Self::Refused
+                }
+            };
+        }
+        match self {
+            Self::Ready(sender) => Some(sender),
+            Self::Untried | Self::Refused => None,
+        }
+    }
 }
 
 /// How a record was sent.
@@ -48,21 +68,7 @@ impl Connection {
         let offset = u64::from(key.expert) * layer.stride();
         let stretch = Stretch { layer_at, offset, bytes: record_bytes };
         let (stall, deadline) = (self.shared.options.stall, self.shared.options.push.deadline);
-        let mut sender = match std::mem::replace(&mut self.direct, Direct::Untried) {
-            Direct::Ready(sender) => sender,
-            Direct::Untried => match DirectSender::new(&self.shared.store, deadline) {
-                Ok(sender) => Box::new(sender),
-                Err(error) => {
-                    self.shared.shortages.one_more(&error);
-                    self.direct = Direct::Refused;
-                    return Ok(Sent::NotDirect);
-                }
-            },
-            Direct::Refused => {
-                self.direct = Direct::Refused;
-                return Ok(Sent::NotDirect);
-            }
-        };
+        let Some(sender) = self.direct.sender(&self.shared) else { return Ok(Sent::NotDirect) };
         let answer = FrameHeader {
             frame: FrameType::Record,
             status: Status::Ok,
@@ -80,10 +86,7 @@ impl Connection {
             send_all(&self.socket, piece, stall)
         });
         let why = match sent {
-            Ok(()) => {
-                self.direct = Direct::Ready(sender);
-                return Ok(Sent::Whole);
-            }
+            Ok(()) => return Ok(Sent::Whole),
             Err(SendError::Sink(end)) => return Err(end),
             Err(SendError::Read(error)) if error.kind() == std::io::ErrorKind::UnexpectedEof => {
                 let name = layer_file_name(layer.layer());
@@ -98,9 +101,6 @@ impl Connection {
         tracing::error!(%key, why, "a record could not be read");
         if promised {
             return Err(End::Disk(why));
-        }
-        if sender.is_idle() {
-            self.direct = Direct::Ready(sender);
         }
         self.answer_error(header, Status::Unreadable, &why)?;
         Ok(Sent::Refused)

@@ -1,0 +1,102 @@
+//! A disk that hangs: throttled by the kernel to less than a peer's deadline needs, for the peer alone.
+
+use std::fs;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use expert_tier::error::FetchError;
+use expert_tier::tcp::{TcpOptions, TcpTier};
+use expert_tier::testing::{TestStore, small_arena};
+use expert_tier::tier::ExpertTier;
+use expert_tier::wire::frame::Status;
+use railset::push::PushStatus;
+use rustix::fs::{major, minor, stat};
+use rustix::process::Signal;
+
+use crate::cables::{Until, must};
+use crate::client::{Client, DISK, peer};
+use crate::peer_support::process::Peer;
+use crate::peer_support::{assert_right, fetch_until_right, options};
+
+/// Where the kernel's control groups are mounted.
+const GROUPS: &str = "/tmp/groups";
+/// A peer that gives the disk 300 ms, where a client waits for long.
+const DIRECT: [&str; 4] = ["--spill-source", "direct", "--push-deadline-ms", "300"];
+/// Well above the peer's deadline, and below twice that with the time that the guest takes.
+const TOLD_WITHIN: Duration = Duration::from_millis(550);
+
+/// Reads of the disk by `peer` are throttled to 128 KiB per second until the guard's end: 256 KiB take
+/// two seconds.
+fn hang(peer: &Peer) -> Until {
+    fs::create_dir_all(GROUPS).unwrap();
+    must(&format!("mount -t cgroup2 none {GROUPS}"));
+    let unmount = Until::then(&format!("umount {GROUPS}"));
+    fs::write(format!("{GROUPS}/cgroup.subtree_control"), "+io").unwrap();
+    let slow = format!("{GROUPS}/slow");
+    fs::create_dir_all(&slow).unwrap();
+    let disk = stat(DISK).unwrap().st_dev;
+    let (major, minor) = (major(disk), minor(disk));
+    fs::write(format!("{slow}/io.max"), format!("{major}:{minor} rbps=131072")).unwrap();
+    fs::write(format!("{slow}/cgroup.procs"), peer.pid().to_string()).unwrap();
+    unmount
+}
+
+/// Lets the disk go on.
+fn go_on(peer: &Peer) {
+    fs::write(format!("{GROUPS}/cgroup.procs"), peer.pid().to_string()).unwrap();
+}
+
+fn store(seed: u64) -> TestStore {
+    TestStore::new_in(Path::new(DISK), 2, 8, &[600_001, 60_000], seed)
+}
+
+#[test]
+#[ignore = "needs RDMA devices: scripts/test-verbs"]
+fn a_push_that_the_disk_keeps_is_unreadable_in_time_and_the_next_one_comes() {
+    let store = store(141);
+    let mut peer = peer(&store, "1MiB", &DIRECT);
+    let opened = store.open();
+    let mut client = Client::connect(&peer, opened.manifest(), 1);
+    let keys = client.spilled();
+    let _unmount = hang(&peer);
+    let started = Instant::now();
+    let (receipt, _) = client.ask(keys[0], 0, 600_000);
+    println!("{:?} after {:?}", receipt.status, started.elapsed());
+    assert_eq!(receipt.status, PushStatus::Unreadable);
+    assert!(started.elapsed() < TOLD_WITHIN, "{:?}", started.elapsed());
+    peer.wait_log("--push-deadline-ms");
+    go_on(&peer);
+    let served = |client: &mut Client| client.ask(keys[1], 0, 600_000).0.status == PushStatus::Done;
+    crate::peer_support::wait_until("the disk's return", || served(&mut client));
+    assert!(peer.runs());
+}
+
+#[test]
+#[ignore = "needs RDMA devices: scripts/test-verbs"]
+fn over_tcp_a_record_that_the_disk_keeps_is_unreadable_in_time_and_the_next_one_comes() {
+    let store = store(142);
+    let args = [&DIRECT[..], &["--rail", "none"]].concat();
+    let mut peer = Peer::start(&store.path(), &args);
+    let patient = TcpOptions { deadline: Duration::from_secs(2), ..options(peer.address()) };
+    let tier = TcpTier::connect(patient).unwrap();
+    let (arena, keys) = (small_arena(1), crate::peer_support::keys(tier.manifest()));
+    let fetch = |at: usize| tier.fetch(keys[at], arena.try_acquire(1).unwrap());
+    assert_right(&store, keys[0], &fetch(0).unwrap());
+    let _unmount = hang(&peer);
+    for at in [1, 2] {
+        let started = Instant::now();
+        let failure = fetch(at).unwrap_err();
+        println!("{failure} after {:?}", started.elapsed());
+        let FetchError::Peer { status: Status::Unreadable, .. } = *failure.error else {
+            panic!("{failure}")
+        };
+        assert!(failure.to_string().contains("--push-deadline-ms"), "{failure}");
+        assert!(started.elapsed() < TOLD_WITHIN, "{:?}", started.elapsed());
+    }
+    go_on(&peer);
+    fetch_until_right(&tier, &arena, &store, keys[3]);
+    assert_eq!(tier.reconnects(), 0, "the connection stays");
+    drop(tier);
+    peer.signal(Signal::TERM);
+    assert!(peer.wait().success());
+}
