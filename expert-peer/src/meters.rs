@@ -80,7 +80,7 @@ const TABLE: [(&str, Kind, Unit, &str); 17] = [
         "metrale_peer_withdrawn_records",
         Kind::Gauge,
         Unit::Count,
-        "records whose copy on disk is damaged or cannot be read",
+        "records whose copy on disk is damaged",
     ),
 ];
 

@@ -102,7 +102,7 @@ pub struct ResidencyReport {
     pub promotions: u64,
     /// Records that were taken out of memory since the start.
     pub demotions: u64,
-    /// Records whose copy on disk is damaged or cannot be read.
+    /// Records whose copy on disk is damaged.
     pub withdrawn: u64,
     /// The layers, in the store's order.
     pub residency: Vec<LayerResidency>,

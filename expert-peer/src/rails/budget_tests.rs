@@ -148,6 +148,8 @@ fn buffers_count_once_for_each_device_and_once_for_io_uring() {
     assert_eq!(memory(SpillWish::Direct), (8, 25));
     assert_eq!(memory(SpillWish::Mmap), (9, 19));
     assert_eq!(memory(SpillWish::Auto), (9, 25));
+    let staged = PushOptions { transfer: Transfer::Stage, ..options(SpillWish::Auto) };
+    assert_eq!(staged.memory(2).pinned, 8 * MIB, "no file pages are staged");
 }
 
 #[test]

@@ -82,8 +82,9 @@ pub enum RailsError {
     Profile(#[from] ProfileError),
     /// There is not that much memory.
     #[error(
-        "{} of memory are asked for to hold records in, {} can be pinned by {bound_by}: lower \
-         --dram-budget, free memory, or serve over TCP alone with --rail none",
+        "{} of memory are asked for to hold records in and to send others from, {} can be pinned by \
+         {bound_by}: lower --dram-budget, --push-buffers or --push-pinned, free memory, or serve over \
+         TCP alone with --rail none",
         Bytes(*bytes), Bytes(*usable_bytes)
     )]
     Memory {
@@ -138,8 +139,10 @@ pub enum RailsError {
         source: PinError,
     },
     /// None of the records could be read.
-    #[error("of the records to publish none can be read: {source}")]
+    #[error("of the records to hold none can be read, {records} were tried: {source}")]
     Load {
+        /// How many were tried.
+        records: usize,
         /// Why the last of them could not.
         source: StoreError,
     },

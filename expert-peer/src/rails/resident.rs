@@ -2,15 +2,16 @@
 //!
 //! One pinned region of equal slots, as large as the largest record of any layer, so that a slot
 //! can hold whatever record. The region is filled before anything is registered or published, and each
-//! record is checked in its slot: one that is damaged, or that the disk does not give, is withdrawn, and
-//! its slot left to others. Later each slot's one owner, the residency thread, gives it other contents.
+//! record is checked in its slot: one that is damaged is withdrawn, and the slot of one that is damaged
+//! or that the disk did not give is left to others. Later each slot's one owner, the residency thread,
+//! gives it other contents.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use expert_tier::key::ExpertKey;
-use expert_tier::store::ExpertStore;
+use expert_tier::store::{ExpertStore, StoreError};
 use gpu_sys::limits::Bytes;
 use gpu_sys::pinned::{HugePages, NumaPlacement, PinnedOptions};
 use gpu_sys::slots::{PinnedSlot, SlotMemory, pin_slots};
@@ -19,9 +20,13 @@ use super::RailsError;
 use super::budget::Plan;
 use crate::ledger::Ledger;
 use crate::residency::check;
+use crate::seldom::Seldom;
 
 /// Most threads that read the store at start.
 const MAX_READERS: usize = 8;
+/// So many records that cannot be read, and none that can, and the store is given up: a disk that is
+/// gone may take its time to say so of each.
+const HOPELESS: usize = 64;
 /// How often a long load says how far it is.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(5);
 
@@ -50,20 +55,21 @@ pub(super) fn load(
         pin_slots(slot_bytes, slots, options).map_err(|source| RailsError::Pin { source })?;
     let progress = Progress::new(keys.len() as u64);
     let mut sound = fill(store, keys, &mut slots, ledger, &progress)?;
+    let records = sound.iter().filter(|sound| **sound).count();
     if plan.slots == plan.records {
         // Nothing is pushed, so what no table names would be nowhere: a client that READs it is told
         // what differs.
         sound.fill(true);
     }
-    let records = sound.iter().filter(|sound| **sound).count();
-    tracing::info!(records, spilled = plan.records - records as u64,
+    let spilled = plan.records - sound.iter().filter(|sound| **sound).count() as u64;
+    tracing::info!(records, spilled,
         region = %Bytes(bytes), limited_by = plan.bound_by, pages = %memory.pages().page_kind(),
         ms = progress.started.elapsed().as_millis(), "records are in memory");
     Ok(Loaded { memory, slots, sound })
 }
 
 /// Reads each of `keys` into the slot at its place and checks it there, on several threads; says which
-/// are sound. An error where the disk gives none of them.
+/// are sound. An error where the disk gives none of them, or of the first [`HOPELESS`].
 fn fill(
     store: &ExpertStore,
     keys: &[ExpertKey],
@@ -72,7 +78,7 @@ fn fill(
     progress: &Progress,
 ) -> Result<Vec<bool>, RailsError> {
     let slots: Vec<Mutex<&mut PinnedSlot>> = slots.iter_mut().map(Mutex::new).collect();
-    let (next, unread) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    let (next, unread) = (AtomicUsize::new(0), Mutex::new(Unread::default()));
     let readers = std::thread::available_parallelism().map_or(1, usize::from).min(MAX_READERS);
     let read_some = || {
         loop {
@@ -84,13 +90,15 @@ fn fill(
             let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
             let read = store.read_at(key, 0, &mut slot.bytes_mut()[..record_bytes]);
             if let Err(source) = read {
-                tracing::error!(%key, error = %source,
-                    "a record cannot be read; it is withdrawn until the store is mended");
-                ledger.withdraw(key);
-                if unread.fetch_add(1, Ordering::Relaxed) + 1 == keys.len() {
-                    return Err(RailsError::Load { source });
+                let mut unread = unread.lock().unwrap_or_else(PoisonError::into_inner);
+                let records = unread.one_more(at, key, &source);
+                if records == keys.len().min(HOPELESS) && progress.is_none_done() {
+                    next.store(keys.len(), Ordering::Relaxed);
+                    return Err(RailsError::Load { records, source });
                 }
-            } else if let Err(mismatch) = check(store.manifest(), key, slot.bytes()) {
+                continue;
+            }
+            if let Err(mismatch) = check(store.manifest(), key, slot.bytes()) {
                 tracing::error!(%key, %mismatch,
                     "a record is damaged on disk; it is withdrawn until the store is mended");
                 ledger.withdraw(key);
@@ -105,7 +113,28 @@ fn fill(
             Err(panic) => std::panic::resume_unwind(panic),
         })
     })?;
-    Ok(keys.iter().map(|&key| !ledger.is_withdrawn(key)).collect())
+    let mut sound: Vec<bool> = keys.iter().map(|&key| !ledger.is_withdrawn(key)).collect();
+    let unread = unread.into_inner().unwrap_or_else(PoisonError::into_inner);
+    unread.at.into_iter().for_each(|at| sound[at] = false);
+    Ok(sound)
+}
+
+/// Records that the disk did not give, by their place among those that were to be loaded.
+#[derive(Default)]
+struct Unread {
+    at: Vec<usize>,
+    said: Seldom,
+}
+
+impl Unread {
+    /// Says how many there are by now.
+    fn one_more(&mut self, at: usize, key: ExpertKey, error: &StoreError) -> usize {
+        self.at.push(at);
+        if let Some(so_far) = self.said.once_more() {
+            tracing::error!(%key, %error, so_far, "a record cannot be read; the others are served");
+        }
+        self.at.len()
+    }
 }
 
 /// Says how far a load is, now and then.
@@ -122,6 +151,10 @@ impl Progress {
     fn new(records: u64) -> Self {
         let zero = || AtomicU64::new(0);
         Self { started: Instant::now(), records, done: zero(), bytes: zero(), said: zero() }
+    }
+
+    fn is_none_done(&self) -> bool {
+        self.done.load(Ordering::Relaxed) == 0
     }
 
     fn one_more(&self, bytes: u64) {
@@ -151,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_that_cannot_be_read_is_withdrawn_unless_there_is_no_other() {
+    fn a_record_that_cannot_be_read_has_no_slot_unless_there_is_no_other() {
         let test = TestStore::new(2, 4, &[5_000, 3_000], 79);
         let store = test.open();
         let keys: Vec<_> = store.manifest().layout().keys().collect();
@@ -164,8 +197,9 @@ mod tests {
         };
         let sound = load(&keys[2..6], &mut slots).unwrap();
         assert_eq!(sound, [true, true, false, false]);
+        assert_eq!(ledger.withdrawn(), 0, "the disk may give it yet");
         let failure = load(&keys[4..], &mut slots).unwrap_err();
-        assert!(matches!(failure, RailsError::Load { .. }), "{failure}");
+        assert!(matches!(failure, RailsError::Load { records: 4, .. }), "{failure}");
     }
 
     #[test]

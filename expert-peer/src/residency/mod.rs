@@ -11,8 +11,8 @@
 //! another record, or a mixture: its check refuses both, and it asks for a push.
 //!
 //! Everything is checked in its slot: what is loaded at the start (`rails/resident.rs`), what is
-//! moved, and what is repaired. What is damaged is not published, but for a peer that holds every
-//! record: it pushes none, so there the clients' own check is left to say what differs.
+//! moved, and what is repaired. What is damaged, or was not read, is not published, but for a peer that
+//! holds every record: it pushes none, so there the clients' own check is left to say what differs.
 
 pub(crate) mod keeper;
 pub(crate) mod live;
