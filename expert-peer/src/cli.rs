@@ -63,9 +63,9 @@ pub struct RunArgs {
     #[cfg(metrale_rdma_verbs)]
     #[command(flatten)]
     push: PushArgs,
-    /// File, up to 64 MiB, with how often each record was fetched, a line {"layer":3,"expert":17,"count":240} each:
-    /// the most fetched are in memory first, where not all fit. The rest of the memory is for the
-    /// first layers
+    /// File, up to 64 MiB, with how often each record was fetched, a line
+    /// {"layer":3,"expert":17,"count":240} each: the most fetched are in memory first, where not all
+    /// fit. The rest of the memory is for the first layers
     #[cfg(metrale_rdma_verbs)]
     #[arg(long, value_name = "FILE")]
     resident_profile: Option<PathBuf>,
@@ -218,6 +218,8 @@ fn options(args: &RunArgs) -> anyhow::Result<PeerOptions> {
         Some(file) => Some(file.clone()),
         None => env::EXPERT_SECRET_FILE.read::<PathBuf>().map_err(UsageError::new)?,
     };
+    #[cfg(metrale_rdma_verbs)]
+    hold_against_no_rails(args)?;
     let exposure = if args.insecure { Exposure::Insecure } else { Exposure::SecretOrLoopback };
     Ok(PeerOptions {
         listen: resolve(&args.listen)?,
@@ -236,14 +238,18 @@ fn options(args: &RunArgs) -> anyhow::Result<PeerOptions> {
         #[cfg(metrale_rdma_verbs)]
         resident_profile: args.resident_profile.clone(),
         #[cfg(metrale_rdma_verbs)]
-        residency: residency(args)?,
+        residency: ResidencyOptions {
+            interval: Duration::from_millis(args.residency_ms),
+            promote_bytes_per_s: args.promote_bytes_per_s.0,
+            move_ack: Duration::from_millis(args.move_ack_ms),
+        },
         ..PeerOptions::new(store)
     })
 }
 
-/// How records move; an error where they are asked to and there is no memory for them.
+/// An error where something is asked for that takes rails, and there are to be none.
 #[cfg(metrale_rdma_verbs)]
-fn residency(args: &RunArgs) -> anyhow::Result<ResidencyOptions> {
+fn hold_against_no_rails(args: &RunArgs) -> Result<(), UsageError> {
     let held = "no record is held in memory for TCP";
     let given = [
         ("--dram-budget", args.dram_budget.is_some(), held),
@@ -252,14 +258,12 @@ fn residency(args: &RunArgs) -> anyhow::Result<ResidencyOptions> {
         ("--spill-transfer stage", args.push.spill_transfer == Transfer::Stage, "TCP has one way"),
     ];
     let given = given.into_iter().find(|(_, is_given, _)| *is_given);
-    if let Some((flag, _, why)) = given.filter(|_| args.rails == ["none"]) {
-        return Err(UsageError(format!("{flag} is of no use with --rail none: {why}")).into());
+    match given.filter(|_| args.rails == ["none"]) {
+        Some((flag, _, why)) => {
+            Err(UsageError(format!("{flag} is of no use with --rail none: {why}")))
+        }
+        None => Ok(()),
     }
-    Ok(ResidencyOptions {
-        interval: Duration::from_millis(args.residency_ms),
-        promote_bytes_per_s: args.promote_bytes_per_s.0,
-        move_ack: Duration::from_millis(args.move_ack_ms),
-    })
 }
 
 #[cfg(metrale_rdma_verbs)]

@@ -1,8 +1,8 @@
 //! The one thread that serves every lane: takes requests, has chunks read, WRITEs them, and sends
 //! receipts.
 //!
-//! It looks all the time while there is something to do, and for [`SPIN`] after; then it waits in
-//! poll(2) for a completion, a read, a new lane or the next deadline. Completion queues are armed
+//! It looks all the time while there is something to do, and for [`SPIN`] after, or [`SPIN_QUEUED`];
+//! then it waits in poll(2) for a completion, a read, a new lane or the next deadline. Completion queues are armed
 //! only then.
 
 use std::collections::{BTreeMap, HashMap};
@@ -31,8 +31,8 @@ use crate::seldom::Seldom;
 /// How long the thread goes on looking for requests when there has been nothing to do: what a client
 /// that fetches one record after the other takes from one to the next.
 const SPIN: Duration = Duration::from_millis(1);
-/// The same while requests wait for the disk, about what waking up would cost: a read takes several
-/// times that.
+/// The same while requests are being read, or wait for a buffer: about what waking up would cost. What
+/// they wait for takes several times that.
 const SPIN_QUEUED: Duration = Duration::from_micros(20);
 /// Longest wait in poll(2); everything that ends one earlier has a descriptor or a deadline.
 const MOST_WAIT: Duration = Duration::from_secs(1);
@@ -156,7 +156,6 @@ impl Engine {
     fn turn(&mut self, room: &mut Room) -> bool {
         let mut busy = self.look_at_lanes(room);
         let now = Instant::now();
-        self.expire(now);
         while self.spill.has_room()
             && let Some(chunk) = self.desk.next_chunk(now)
         {
@@ -170,6 +169,7 @@ impl Engine {
         for end in room.ended.drain(..) {
             self.on_read(end, now);
         }
+        busy |= self.expire(now);
         let Self { lanes, spill, stall, .. } = self;
         let stall = *stall;
         for (&id, lane) in lanes {
@@ -300,9 +300,10 @@ impl Engine {
         }
     }
 
-    fn expire(&mut self, now: Instant) {
+    /// Ends what is overdue; says if anything was. What it frees may let something start.
+    fn expire(&mut self, now: Instant) -> bool {
         if self.desk.next_deadline().is_none_or(|due| due > now) {
-            return;
+            return false;
         }
         let mut leases = Vec::new();
         let Self { deadline, stats, lanes, unreadable, .. } = self;
@@ -321,6 +322,7 @@ impl Engine {
             Overdue::Lease(id, request) => leases.push((id, request)),
         });
         leases.into_iter().for_each(|(id, request)| self.unstage(id, request));
+        true
     }
 
     /// Destroys a lane's queue pair, and unless its client has left ends the client's connection.

@@ -92,10 +92,10 @@ impl PushOptions {
         let times = |bytes: u64, registrations: u64| bytes.saturating_mul(registrations);
         let buffers = (self.buffers, times(self.buffers, devices.saturating_add(1)));
         let pages = (self.pinned, times(self.pinned, devices));
-        let (pinned, registered) = match self.source {
-            SpillWish::Auto => (buffers.0.max(pages.0), buffers.1.max(pages.1)),
-            SpillWish::Direct => buffers,
-            SpillWish::Mmap => pages,
+        let (pinned, registered) = match (self.source, self.transfer) {
+            (SpillWish::Direct, _) | (SpillWish::Auto, Transfer::Stage) => buffers,
+            (SpillWish::Auto, Transfer::Push) => (buffers.0.max(pages.0), buffers.1.max(pages.1)),
+            (SpillWish::Mmap, _) => pages,
         };
         SpillMemory { pinned, locked: registered.saturating_add(LANES_BYTES) }
     }

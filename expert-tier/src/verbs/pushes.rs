@@ -153,10 +153,7 @@ fn refusal(key: ExpertKey, status: PushStatus, options: &VerbsOptions) -> Option
         PushStatus::OutOfRange => (Status::Protocol, "it says the record has no such bytes"),
         PushStatus::InUse => (Status::Protocol, "it says the request is under way already"),
         PushStatus::Unreadable => (Status::Unreadable, "its disk did not give the record"),
-        PushStatus::Damaged => (
-            Status::Unreadable,
-            "its copy of the record is damaged, or its disk did not give it when it started",
-        ),
+        PushStatus::Damaged => (Status::Unreadable, "its copy of the record is damaged"),
     };
     Some(FetchError::Peer { key, peer: options.peer.clone(), status, text: text.into() })
 }
