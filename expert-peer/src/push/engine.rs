@@ -113,22 +113,25 @@ impl Engine {
             ended: Vec::new(),
             ends: Vec::new(),
         };
-        let mut quiet_since = None;
+        let (mut quiet_since, mut worked) = (None, false);
         while let Some(mailed) = self.take_mail(&mut room.ends) {
-            let busy = self.turn(&mut room) || mailed;
-            if busy {
-                quiet_since = None;
+            if self.turn(&mut room) {
+                (quiet_since, worked) = (None, true);
                 continue;
             }
             let since = *quiet_since.get_or_insert_with(Instant::now);
             let spin = if self.desk.queued() > 0 { SPIN_QUEUED } else { SPIN };
-            if since.elapsed() < spin {
+            // A client that comes or goes is no sign of requests.
+            if mailed || worked && since.elapsed() < spin {
                 std::hint::spin_loop();
                 continue;
             }
-            quiet_since = None;
-            if self.arm(&mut room.ends) && !self.turn(&mut room) {
-                self.wait();
+            (quiet_since, worked) = (None, false);
+            if self.arm(&mut room.ends) {
+                worked = self.turn(&mut room);
+                if !worked {
+                    self.wait();
+                }
             }
         }
         let lanes: Vec<_> = self.lanes.keys().copied().collect();
