@@ -173,7 +173,7 @@ fn a_peer_looks_at_what_it_was_asked_for_before_it_looks_for_devices(store: &Tes
     std::fs::remove_file(&profile).unwrap();
     // Nobody writes to it: to open it would be to wait.
     mknodat(CWD, &profile, FileType::Fifo, Mode::RWXU, 0).unwrap();
-    refused(&["--resident-profile", path], 1, &[path, "no regular file"]);
+    refused(&["--resident-profile", path], 1, &[path, "not a regular file but a FIFO"]);
 }
 
 #[test]

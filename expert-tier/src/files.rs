@@ -8,7 +8,15 @@ use std::path::Path;
 
 use rustix::fs::{Mode, OFlags, fcntl_getfl, fcntl_setfl};
 
-/// Opens a regular file for reading, with `flags` besides.
+/// Opens a regular file for reading; one that nobody writes to is no wait.
+///
+/// # Errors
+/// The file cannot be opened, or is none; the text says what it is instead.
+pub fn open(path: &Path) -> io::Result<File> {
+    open_regular(path, OFlags::RDONLY)
+}
+
+/// The same, with `flags` besides.
 ///
 /// A FIFO would otherwise block its opener until somebody writes to it, so the file is opened
 /// without waiting and looked at afterwards; the flag is taken back, since io_uring answers reads

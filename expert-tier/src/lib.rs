@@ -58,7 +58,7 @@ pub mod direct;
 pub mod dtype;
 pub mod error;
 pub mod fallback;
-mod files;
+pub mod files;
 pub mod fingerprint;
 pub mod key;
 pub mod layout;

@@ -4,10 +4,10 @@
 //! that name the same record add up. A profile of another model is refused where it shows: at the
 //! first record that the store does not have.
 
-use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
+use expert_tier::files;
 use expert_tier::key::ExpertKey;
 use serde::Deserialize;
 
@@ -73,11 +73,7 @@ struct Entry {
 /// The counts of the profile in `path`, by the numbers that `ledger` gives the records.
 pub(crate) fn read(path: &Path, ledger: &Ledger) -> Result<Vec<u64>, ProfileError> {
     let failed = |source| ProfileError::Read { path: path.into(), source };
-    // A pipe would be waited for, and a directory opens.
-    if !std::fs::metadata(path).map_err(failed)?.is_file() {
-        return Err(failed(io::Error::new(io::ErrorKind::InvalidInput, "it is no regular file")));
-    }
-    let file = File::open(path).map_err(failed)?;
+    let file = files::open(path).map_err(failed)?;
     parse(BufReader::new(file.take(MAX_BYTES + 1)), path, ledger)
 }
 
