@@ -80,12 +80,7 @@ impl Connect {
     /// # Errors
     /// [`DecodeError`] names the field that no connect has.
     pub fn decode(body: &[u8]) -> Result<Self, DecodeError> {
-        let mut reader = Reader::new(body);
-        let rails = rail_count(&mut reader)?;
-        reader.reserved("connect", 7)?;
-        let rails = (0..rails).map(|_| connect_rail(&mut reader)).collect::<Result<_, _>>()?;
-        reader.finish("connect")?;
-        Ok(Self { rails })
+        Ok(Self { rails: decode_rails(body, "connect", connect_rail)? })
     }
 }
 
@@ -105,13 +100,22 @@ impl Connected {
     /// # Errors
     /// [`DecodeError`] names the field that no connected has.
     pub fn decode(body: &[u8]) -> Result<Self, DecodeError> {
-        let mut reader = Reader::new(body);
-        let rails = rail_count(&mut reader)?;
-        reader.reserved("connected", 7)?;
-        let rails = (0..rails).map(|_| connected_rail(&mut reader)).collect::<Result<_, _>>()?;
-        reader.finish("connected")?;
-        Ok(Self { rails })
+        Ok(Self { rails: decode_rails(body, "connected", connected_rail)? })
     }
+}
+
+/// Either body: how many rails, and then each.
+fn decode_rails<T>(
+    body: &[u8],
+    what: &'static str,
+    rail: fn(&mut Reader<'_>) -> Result<T, DecodeError>,
+) -> Result<Vec<T>, DecodeError> {
+    let mut reader = Reader::new(body);
+    let count = rail_count(&mut reader)?;
+    reader.reserved(what, 7)?;
+    let rails = (0..count).map(|_| rail(&mut reader)).collect::<Result<_, _>>()?;
+    reader.finish(what)?;
+    Ok(rails)
 }
 
 fn connect_rail(reader: &mut Reader<'_>) -> Result<ConnectRail, DecodeError> {
