@@ -2,8 +2,8 @@
 //! receipts.
 //!
 //! It looks all the time while there is something to do, and for [`SPIN`] after, or [`SPIN_QUEUED`];
-//! then it waits in poll(2) for a completion, a read, a new lane or the next deadline. Completion queues are armed
-//! only then.
+//! then it waits in poll(2) for a completion, a read, a new lane or the next deadline. Completion queues
+//! are armed only then.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Bound;

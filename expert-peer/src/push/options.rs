@@ -165,7 +165,7 @@ impl PushError {
     /// do.
     pub(super) fn is_of_the_machine(&self) -> bool {
         match self {
-            Self::Direct(_) | Self::Mapping { .. } | Self::Map { .. } | Self::StagedMapping => true,
+            Self::Direct(_) | Self::Mapping { .. } | Self::Map { .. } => true,
             Self::Verbs(error) => !matches!(error, VerbsError::LockLimit { .. }),
             _ => false,
         }

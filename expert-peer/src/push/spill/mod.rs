@@ -60,36 +60,24 @@ pub(super) struct Makings<'a> {
 }
 
 impl Spill {
-    /// The source that is wished for, or the first that is to be had.
+    /// The source that is wished for, or the first that is to be had. What is staged is read into
+    /// buffers: [`PushOptions::check`] refuses to map it.
     pub(super) fn open(makings: &Makings<'_>) -> Result<Self, PushError> {
-        let stages = makings.options.transfer == Transfer::Stage;
-        let direct = || Slots::direct(makings);
+        let (direct, mapped) = (|| Slots::direct(makings), || Mapped::open(makings));
         match makings.options.source {
-            SpillWish::Direct => direct().map(Self::Slots),
-            SpillWish::Mmap if stages => Err(PushError::StagedMapping),
-            SpillWish::Mmap => Mapped::open(makings).map(Self::Mapped),
-            SpillWish::Auto => {
-                match direct() {
-                    Ok(slots) => return Ok(Self::Slots(slots)),
-                    Err(error) if error.is_of_the_machine() => {
-                        tracing::info!(reason = %error, "no direct reads of spilled records");
-                    }
-                    Err(error) => return Err(error),
-                }
-                let mapped = match stages {
-                    true => Err(PushError::StagedMapping),
-                    false => Mapped::open(makings),
-                };
-                match mapped {
-                    Ok(mapped) => return Ok(Self::Mapped(mapped)),
-                    Err(error) if error.is_of_the_machine() => {
-                        tracing::info!(reason = %error, "no mapping of spilled records");
-                    }
-                    Err(error) => return Err(error),
-                }
-                Slots::buffered(makings).map(Self::Slots)
-            }
+            SpillWish::Direct => return direct().map(Self::Slots),
+            SpillWish::Mmap => return mapped().map(Self::Mapped),
+            SpillWish::Auto => {}
         }
+        if let Some(slots) = if_to_be_had(direct(), "no direct reads of spilled records")? {
+            return Ok(Self::Slots(slots));
+        }
+        if makings.options.transfer == Transfer::Push
+            && let Some(mapped) = if_to_be_had(mapped(), "no mapping of spilled records")?
+        {
+            return Ok(Self::Mapped(mapped));
+        }
+        Slots::buffered(makings).map(Self::Slots)
     }
 
     /// The name for logs and the status.
@@ -173,6 +161,18 @@ impl Spill {
             Self::Slots(slots) => slots.fd(),
             Self::Mapped(_) => None,
         }
+    }
+}
+
+/// A source, unless it is not to be had on this machine, which `without` says in the log.
+fn if_to_be_had<T>(made: Result<T, PushError>, without: &str) -> Result<Option<T>, PushError> {
+    match made {
+        Ok(source) => Ok(Some(source)),
+        Err(error) if error.is_of_the_machine() => {
+            tracing::info!(reason = %error, "{without}");
+            Ok(None)
+        }
+        Err(error) => Err(error),
     }
 }
 
