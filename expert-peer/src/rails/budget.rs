@@ -142,13 +142,13 @@ pub(super) fn hold_against_a_record(
 }
 
 impl Plan {
-    /// Slots for as many records of the layout as `budget` allows; without one, as fit the bounds.
+    /// Slots for as many records of the layout as `budget` allows, which is one at least
+    /// ([`hold_against_a_record`]); without a budget, as fit the bounds.
     pub(super) fn of(
         layout: &ExpertLayout,
         budget: Option<u64>,
         bounds: &Bounds,
     ) -> Result<Self, RailsError> {
-        hold_against_a_record(budget, layout)?;
         let (slot_bytes, records) = (layout.max_stride(), layout.records());
         let all_bytes = records.saturating_mul(slot_bytes);
         let all = (all_bytes, "nothing".to_owned());

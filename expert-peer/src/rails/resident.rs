@@ -203,6 +203,24 @@ mod tests {
     }
 
     #[test]
+    fn a_store_of_which_nothing_can_be_read_is_given_up_before_all_of_it_was_tried() {
+        let test = TestStore::new(1, 200, &[100], 80);
+        let store = test.open();
+        let keys: Vec<_> = store.manifest().layout().keys().collect();
+        let cut = |records: u64| {
+            let file = File::options().write(true).open(test.path().join(layer_file_name(0)));
+            file.unwrap().set_len(records * store.manifest().layout().max_stride()).unwrap();
+        };
+        let (ledger, mut slots) = (Ledger::new(store.manifest()), slots(&store, 200));
+        let mut load = || fill(&store, &keys, &mut slots, &ledger, &Progress::new(200));
+        cut(1);
+        assert_eq!(load().unwrap().iter().filter(|sound| **sound).count(), 1, "one is enough");
+        cut(0);
+        let failure = load().unwrap_err();
+        assert!(matches!(failure, RailsError::Load { records: HOPELESS, .. }), "{failure}");
+    }
+
+    #[test]
     fn a_record_that_is_damaged_on_disk_is_withdrawn_before_anything_is_published() {
         let test = TestStore::new(2, 4, &[5_000, 3_000], 78);
         let store = test.open();
