@@ -14,6 +14,10 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use super::{BOUND, wait_for, wait_until};
 
+/// What a peer that spills is given unless a test says otherwise: the disk of a busy machine may keep a
+/// record for longer than the default, which then is no fault.
+const PUSH_DEADLINE: [&str; 2] = ["--push-deadline-ms", "15000"];
+
 /// A running `metrale peer run`.
 pub(crate) struct Peer {
     child: Child,
@@ -37,7 +41,8 @@ pub(crate) fn run(args: &[&str]) -> Output {
 }
 
 impl Peer {
-    /// Starts a peer for the store in `store` on a free port of 127.0.0.1.
+    /// Starts a peer for the store in `store` on a free port of 127.0.0.1; one that spills is patient with
+    /// its disk.
     pub(crate) fn start(store: &Path, args: &[&str]) -> Self {
         Self::start_with(store, args, None)
     }
@@ -45,6 +50,9 @@ impl Peer {
     /// Starts a peer that wants the secret in the file `secret`.
     pub(crate) fn start_with(store: &Path, args: &[&str], secret: Option<&Path>) -> Self {
         let mut all: Vec<OsString> = args.iter().map(OsString::from).collect();
+        if args.contains(&"--dram-budget") && !args.contains(&PUSH_DEADLINE[0]) {
+            all.extend(PUSH_DEADLINE.map(OsString::from));
+        }
         if let Some(file) = secret {
             all.extend(["--secret-file".into(), file.into()]);
         }
