@@ -20,13 +20,13 @@ use crate::peer_support::{assert_right, fetch_until_right, options};
 
 /// Where the kernel's control groups are mounted.
 const GROUPS: &str = "/tmp/groups";
-/// A peer that gives the disk 300 ms, where a client waits for long.
-const DIRECT: [&str; 4] = ["--spill-source", "direct", "--push-deadline-ms", "300"];
-/// Well above the peer's deadline, and below twice that with the time that the guest takes.
-const TOLD_WITHIN: Duration = Duration::from_millis(550);
+/// A peer that gives the disk a second, where a client waits for long.
+const DIRECT: [&str; 4] = ["--spill-source", "direct", "--push-deadline-ms", "1000"];
+/// Well above the peer's deadline, and below twice that.
+const TOLD_WITHIN: Duration = Duration::from_millis(1900);
 
-/// Reads of the disk by `peer` are throttled to 128 KiB per second until the guard's end: 256 KiB take
-/// two seconds.
+/// Reads of the disk by `peer` are throttled to 64 KiB per second: 256 KiB take four seconds. Returns what ends the
+/// control groups.
 fn hang(peer: &Peer) -> Until {
     fs::create_dir_all(GROUPS).unwrap();
     must(&format!("mount -t cgroup2 none {GROUPS}"));
@@ -34,15 +34,22 @@ fn hang(peer: &Peer) -> Until {
     fs::write(format!("{GROUPS}/cgroup.subtree_control"), "+io").unwrap();
     let slow = format!("{GROUPS}/slow");
     fs::create_dir_all(&slow).unwrap();
-    let disk = stat(DISK).unwrap().st_dev;
-    let (major, minor) = (major(disk), minor(disk));
-    fs::write(format!("{slow}/io.max"), format!("{major}:{minor} rbps=131072")).unwrap();
+    throttle("65536");
     fs::write(format!("{slow}/cgroup.procs"), peer.pid().to_string()).unwrap();
     unmount
 }
 
-/// Lets the disk go on.
+/// How many bytes per second the throttled group gets of the disk.
+fn throttle(rate: &str) {
+    let disk = stat(DISK).unwrap().st_dev;
+    let (major, minor) = (major(disk), minor(disk));
+    let limit = format!("{major}:{minor} rbps={rate}");
+    fs::write(format!("{GROUPS}/slow/io.max"), limit).unwrap();
+}
+
+/// Lets the disk go on, with what it kept first.
 fn go_on(peer: &Peer) {
+    throttle("max");
     fs::write(format!("{GROUPS}/cgroup.procs"), peer.pid().to_string()).unwrap();
 }
 
@@ -77,7 +84,7 @@ fn over_tcp_a_record_that_the_disk_keeps_is_unreadable_in_time_and_the_next_one_
     let store = store(142);
     let args = [&DIRECT[..], &["--rail", "none"]].concat();
     let mut peer = Peer::start(&store.path(), &args);
-    let patient = TcpOptions { deadline: Duration::from_secs(2), ..options(peer.address()) };
+    let patient = TcpOptions { deadline: Duration::from_secs(10), ..options(peer.address()) };
     let tier = TcpTier::connect(patient).unwrap();
     let (arena, keys) = (small_arena(1), crate::peer_support::keys(tier.manifest()));
     let fetch = |at: usize| tier.fetch(keys[at], arena.try_acquire(1).unwrap());
