@@ -20,6 +20,25 @@ use verbs_support::{Block, End, Pair, pages, remote_at};
 const CHUNK: usize = 64 << 10;
 const DEADLINE: Duration = Duration::from_secs(20);
 
+/// Every deadline and every figure of the guest is in seconds of its processor's counter; those of its
+/// real-time clock come from outside.
+#[test]
+#[ignore = "needs an RDMA device: scripts/soft-roce"]
+fn a_second_in_the_guest_is_as_long_as_outside() {
+    let next_second = || {
+        let clock = || std::fs::read_to_string("/sys/class/rtc/rtc0/since_epoch").unwrap();
+        let (now, started) = (clock(), Instant::now());
+        while clock() == now {
+            assert!(started.elapsed() < DEADLINE, "the real-time clock stands still at {now}");
+        }
+        Instant::now()
+    };
+    let started = next_second();
+    let seconds = (0..5).map(|_| next_second()).last().unwrap().duration_since(started);
+    println!("five seconds of the real-time clock are {seconds:?}");
+    assert!(seconds.as_secs_f64() > 4.0 && seconds.as_secs_f64() < 6.0, "{seconds:?}");
+}
+
 #[test]
 #[ignore = "needs an RDMA device: scripts/soft-roce"]
 fn a_read_brings_the_peers_bytes() {
