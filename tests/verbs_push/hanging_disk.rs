@@ -25,8 +25,8 @@ const DIRECT: [&str; 4] = ["--spill-source", "direct", "--push-deadline-ms", "10
 /// Well above the peer's deadline, and below twice that.
 const TOLD_WITHIN: Duration = Duration::from_millis(1900);
 
-/// Reads of the disk by `peer` are throttled to 64 KiB per second: 256 KiB take four seconds. Returns what ends the
-/// control groups.
+/// Throttles `peer`'s reads of the disk to 64 KiB per second: 256 KiB take four seconds. The guard ends
+/// the control groups.
 fn hang(peer: &Peer) -> Until {
     fs::create_dir_all(GROUPS).unwrap();
     must(&format!("mount -t cgroup2 none {GROUPS}"));
@@ -39,7 +39,7 @@ fn hang(peer: &Peer) -> Until {
     unmount
 }
 
-/// How many bytes per second the throttled group gets of the disk.
+/// Gives the slow group `rate` bytes of the disk per second.
 fn throttle(rate: &str) {
     let disk = stat(DISK).unwrap().st_dev;
     let (major, minor) = (major(disk), minor(disk));
