@@ -4,7 +4,13 @@
 //! is registered once per device, whole: registering is slow, and a slot's address is all that a
 //! READ needs. The registration lets the device write what our own READs bring, and peers nothing. A
 //! peer that is to write gets a registration of its own of the bytes that it is to write.
+//!
+//! Opening a device and registering an arena take as long as the arena is large, and no setting bounds
+//! that. So neither is done under a lock that a request takes: the lists are locked to look something
+//! up or to add it, and locks of their own keep two threads from opening one device twice
+//! ([`Devices::opening`]) or registering one arena twice ([`Device::registering`]).
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use gpu_sys::verbs::{
@@ -22,9 +28,19 @@ use crate::arena::{ArenaId, ExpertArena, Part};
 /// The library, and what was opened of it.
 pub(super) struct Devices {
     library: Arc<Library>,
-    opened: Mutex<Vec<Arc<Device>>>,
+    known: Mutex<Known>,
+    /// One lock for each device's name, held while that device is opened. Opening one device does not
+    /// wait for another.
+    opening: Mutex<BTreeMap<String, Arc<Mutex<()>>>>,
+}
+
+/// Devices and arenas, under one lock: a new device and a new arena cannot miss each other.
+#[derive(Default)]
+struct Known {
+    /// Each has every arena registered that was known when it was added.
+    opened: Vec<Arc<Device>>,
     /// Every arena that was named or used, for devices that are opened later.
-    arenas: Mutex<Vec<ExpertArena>>,
+    arenas: Vec<ExpertArena>,
 }
 
 /// An open device.
@@ -33,6 +49,8 @@ pub(super) struct Device {
     /// Wakes whoever waits for what peers were asked for.
     channel: OnceLock<Arc<CompletionChannel>>,
     registered: Mutex<Vec<Registered>>,
+    /// Held while an arena is registered.
+    registering: Mutex<()>,
 }
 
 /// An arena that a device knows.
@@ -48,7 +66,7 @@ impl Devices {
     }
 
     pub(super) fn of(library: Arc<Library>) -> Self {
-        Self { library, opened: Mutex::default(), arenas: Mutex::default() }
+        Self { library, known: Mutex::default(), opening: Mutex::default() }
     }
 
     /// Fails where no device, port and GID could carry the first rail, whoever the peer is.
@@ -62,47 +80,58 @@ impl Devices {
         driver::devices(&self.library)
     }
 
-    /// The device called `name`, with every known arena registered.
+    /// The device called `name`, with every known arena registered. Waits for whoever opens it already.
     pub(super) fn device(&self, name: &str) -> Result<Arc<Device>, VerbsError> {
-        let mut opened = lock(&self.opened);
-        if let Some(device) = opened.iter().find(|device| device.name() == name) {
+        let opening = Arc::clone(lock(&self.opening).entry(name.to_owned()).or_default());
+        let _opening = lock(&opening);
+        if let Some(device) = lock(&self.known).opened.iter().find(|it| it.name() == name) {
             return Ok(Arc::clone(device));
         }
         let domain = ProtectionDomain::new(&self.library.open_device(name)?)?;
-        let device =
-            Arc::new(Device { domain, channel: OnceLock::new(), registered: Mutex::default() });
-        for arena in lock(&self.arenas).iter() {
-            device.register(arena)?;
+        let device = Arc::new(Device::of(domain));
+        loop {
+            let mut known = lock(&self.known);
+            let new = known.arenas.iter().find(|arena| device.region(arena.id()).is_none());
+            let Some(arena) = new.cloned() else {
+                known.opened.push(Arc::clone(&device));
+                return Ok(device);
+            };
+            drop(known);
+            device.register(&arena)?;
         }
-        opened.push(Arc::clone(&device));
-        Ok(device)
     }
 
-    /// Opens `device` anew, and registers every arena with it again, where it is asked for once more.
+    /// Drops `device`. The next [`device`](Self::device) of its name opens it again and registers every
+    /// arena with it.
     pub(super) fn forget(&self, device: &Arc<Device>) {
-        lock(&self.opened).retain(|known| !Arc::ptr_eq(known, device));
+        lock(&self.known).opened.retain(|known| !Arc::ptr_eq(known, device));
     }
 
     /// Registers `arena` with every open device, and with those that are opened later.
     pub(super) fn register(&self, arena: &ExpertArena) -> Result<(), VerbsError> {
-        let opened = lock(&self.opened);
-        let mut arenas = lock(&self.arenas);
-        if !arenas.iter().any(|known| known.id() == arena.id()) {
-            arenas.push(arena.clone());
+        let mut known = lock(&self.known);
+        if !known.arenas.iter().any(|it| it.id() == arena.id()) {
+            known.arenas.push(arena.clone());
         }
-        drop(arenas);
+        let opened = known.opened.clone();
+        drop(known);
         opened.iter().try_for_each(|device| device.register(arena))
     }
 
-    /// Whether `arena` has been registered, or will be where a device is opened.
+    /// Whether `arena` has been registered with every open device. Waits for no registration.
     pub(super) fn knows(&self, arena: &ExpertArena) -> bool {
-        let opened = lock(&self.opened);
-        let known = lock(&self.arenas).iter().any(|known| known.id() == arena.id());
-        known && opened.iter().all(|device| device.region(arena.id()).is_some())
+        let known = lock(&self.known);
+        known.arenas.iter().any(|it| it.id() == arena.id())
+            && known.opened.iter().all(|device| device.region(arena.id()).is_some())
     }
 }
 
 impl Device {
+    fn of(domain: Arc<ProtectionDomain>) -> Self {
+        let (registered, registering) = (Mutex::default(), Mutex::default());
+        Self { domain, channel: OnceLock::new(), registered, registering }
+    }
+
     pub(super) fn name(&self) -> &str {
         self.domain.context().name()
     }
@@ -131,7 +160,7 @@ impl Device {
         &self.domain
     }
 
-    /// The registration of an arena; `None` if it has none here.
+    /// The registration of an arena; `None` if it has none here. Waits for no registration.
     pub(super) fn region(&self, arena: ArenaId) -> Option<Arc<MemoryRegion>> {
         let registered = lock(&self.registered);
         registered.iter().find(|it| it.id == arena).map(|it| Arc::clone(&it.region))
@@ -152,9 +181,10 @@ impl Device {
         MemoryRegion::register(&self.domain, memory, from..from + bytes, Access::RemoteWrite)
     }
 
+    /// Registers `arena`, unless it is registered. Waits for another registration in progress.
     fn register(&self, arena: &ExpertArena) -> Result<(), VerbsError> {
-        let mut registered = lock(&self.registered);
-        if registered.iter().any(|it| it.id == arena.id()) {
+        let _registering = lock(&self.registering);
+        if self.region(arena.id()).is_some() {
             return Ok(());
         }
         let memory: Arc<dyn Memory> = Arc::new(arena.clone());
@@ -162,7 +192,8 @@ impl Device {
         let shared = Arc::clone(&memory);
         let region = MemoryRegion::register(&self.domain, shared, 0..bytes, Access::LocalWrite)?;
         tracing::debug!(device = self.name(), bytes, "the arena is registered");
-        registered.push(Registered { id: arena.id(), memory, region: Arc::new(region) });
+        let registered = Registered { id: arena.id(), memory, region: Arc::new(region) };
+        lock(&self.registered).push(registered);
         Ok(())
     }
 }

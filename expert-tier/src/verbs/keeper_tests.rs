@@ -1,6 +1,7 @@
 //! A device that fails, which software RDMA never does, over the fake libibverbs.
 
 use std::path::Path;
+use std::sync::mpsc;
 
 use gpu_sys::verbs::fake;
 use railset::choose::{Address, Choice, Explanation, RailSpec, Routed, Wish};
@@ -222,4 +223,85 @@ fn a_failed_device_that_gives_nothing_back_is_destroyed_and_opened_anew() {
     bench.desk.lock().rails.push(rail(&bench.desk, "fake0", 0));
     look_at_events(&bench.desk, &mut devices);
     assert!(bench.ends().iter().all(|(_, end)| end.is_none()), "{:?}", bench.ends());
+}
+
+/// Runs `registering` on a thread whose next registration lasts until `meanwhile` is done, and fails if
+/// `meanwhile` waits for it.
+fn while_registering(registering: impl FnOnce() + Send, meanwhile: impl FnOnce()) {
+    /// Longest wait of either thread; only a failing test waits as long.
+    const BOUND: Duration = Duration::from_secs(10);
+    let (begins, has_begun) = mpsc::channel();
+    let (may_end, ends) = mpsc::channel();
+    let (says, in_time) = mpsc::channel();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            fake::before_next("ibv_reg_mr", move || {
+                begins.send(()).expect("the test waits");
+                says.send(ends.recv_timeout(BOUND).is_ok()).expect("the test waits");
+            });
+            registering();
+        });
+        has_begun.recv_timeout(BOUND).expect("a registration");
+        meanwhile();
+        // Where it has taken too long already, the other thread no longer listens.
+        let _ = may_end.send(());
+        assert!(in_time.recv_timeout(BOUND).expect("its end"), "that waited for a registration");
+    });
+}
+
+#[test]
+fn a_request_does_not_wait_while_a_device_is_opened_and_the_arenas_registered_with_it() {
+    let bench = Bench::new(&["fake0"]);
+    bench.submit(0..1);
+    fake::bring("fake0");
+    bench.drive();
+    bench.take_right(1);
+    let devices = &bench.desk.devices;
+    let open = || assert_eq!(devices.device("fake1").expect("a fake one").name(), "fake1");
+    while_registering(open, || {
+        bench.submit(1..2);
+        fake::bring("fake0");
+        bench.drive();
+        bench.take_right(1);
+    });
+    let second = devices.device("fake1").expect("it is open");
+    assert!(second.region(bench.arena.id()).is_some());
+}
+
+#[test]
+fn a_request_does_not_wait_while_an_arena_that_is_not_its_own_is_registered() {
+    let bench = Bench::new(&["fake0", "fake1"]);
+    bench.submit(0..1);
+    let other = small_arena(1);
+    let register = || bench.desk.devices.register(&other).expect("it can be registered");
+    while_registering(register, || {
+        bench.submit(1..3);
+        fake::bring("fake0");
+        fake::bring("fake1");
+        bench.drive();
+        bench.take_right(3);
+    });
+    assert!(bench.desk.devices.knows(&other));
+}
+
+#[test]
+fn opening_one_device_does_not_wait_for_another() {
+    let devices = Devices::of(fake::library(Path::new("/absent")));
+    devices.register(&small_arena(1)).expect("it is known from now on");
+    let open = || assert_eq!(devices.device("fake0").expect("a fake one").name(), "fake0");
+    while_registering(open, || {
+        assert_eq!(devices.device("fake1").expect("a fake one").name(), "fake1");
+    });
+}
+
+#[test]
+fn an_arena_that_comes_while_a_device_is_opened_is_registered_with_it() {
+    let devices = Devices::of(fake::library(Path::new("/absent")));
+    let (first, second) = (small_arena(1), small_arena(1));
+    devices.register(&first).expect("it is known from now on");
+    let open = || assert_eq!(devices.device("fake0").expect("a fake one").name(), "fake0");
+    while_registering(open, || devices.register(&second).expect("no device is open"));
+    let device = devices.device("fake0").expect("it is open");
+    assert!(device.region(first.id()).is_some() && device.region(second.id()).is_some());
+    assert!(devices.knows(&first) && devices.knows(&second));
 }

@@ -26,6 +26,8 @@ pub(super) struct State {
     pub(super) calls: Vec<&'static str>,
     /// The error number that a call of this name returns.
     pub(super) fail: HashMap<&'static str, c_int>,
+    /// What the next call of this name does first.
+    pub(super) before: HashMap<&'static str, Box<dyn FnOnce()>>,
     /// `ibv_post_send` refuses the request at this place of its list, with ENOMEM.
     pub(super) refuse_at: Option<usize>,
     /// Requests that were taken.
@@ -143,6 +145,11 @@ pub fn count(call: &str) -> usize {
 /// Makes `call` fail with error `number` from now on; 0 lets it work.
 pub fn fail(call: &'static str, number: i32) {
     state(|it| it.fail.insert(call, number));
+}
+
+/// Has the next `call` of this thread run `first` before it does anything: wait for another thread, say.
+pub fn before_next(call: &'static str, first: impl FnOnce() + 'static) {
+    state(|it| it.before.insert(call, Box::new(first)));
 }
 
 /// The fake as a library: devices `fake0` and `fake1`, described below `sysfs`.

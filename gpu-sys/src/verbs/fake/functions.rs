@@ -36,6 +36,10 @@ pub(super) const TABLE: Table = Table {
 
 /// Notes the call; the error number it is to return.
 fn called(name: &'static str) -> c_int {
+    // Outside of the state, which it may use.
+    if let Some(first) = state(|it| it.before.remove(name)) {
+        first();
+    }
     state(|it| {
         it.calls.push(name);
         it.fail.get(name).copied().unwrap_or(0)
