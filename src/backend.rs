@@ -26,7 +26,7 @@ use expert_tier::uma::{UmaOptions, UmaTier};
 use expert_tier::verbs::{VerbsOptions, VerbsTier};
 use expert_tier::wire::Secret;
 use gpu_sys::env::{self, Variable};
-use gpu_sys::limits::{Bytes, IpcLock, LockLimit};
+use gpu_sys::limits::{Bytes, LockLimit, Registrations};
 use gpu_sys::pinned::{HugePages, NumaPlacement, PinError};
 
 use railset::choose::Wish;
@@ -481,10 +481,7 @@ fn default_arena_bytes(layout: &ExpertLayout, most_records: u64) -> u64 {
     let needed = layout.max_stride().saturating_mul(most_records.min(layout.records()));
     let wanted = DEFAULT_ARENA_BYTES.min(needed).max(layout.max_stride());
     let limit = LockLimit::current();
-    let room = match (limit.capability, limit.soft_bytes) {
-        (IpcLock::Absent, Some(soft)) => soft.saturating_sub(limit.locked_bytes),
-        (IpcLock::Granted, _) | (_, None) => u64::MAX,
-    };
+    let room = limit.room(&Registrations::default()).unwrap_or(u64::MAX);
     let bytes = wanted.min(room).max(layout.max_stride());
     // One that leaves no room for a record is an error, told where the memory is asked for.
     if bytes < wanted && bytes <= room {

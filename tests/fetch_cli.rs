@@ -514,7 +514,7 @@ fn fetch_locking(limit_bytes: u64, store: &Path) -> Output {
             command.args(["--bounding-set=-ipc_lock", "prlimit", &limit]);
             command
         }
-        IpcLock::Absent => {
+        IpcLock::InNamespace | IpcLock::Absent => {
             let mut command = Command::new("prlimit");
             command.arg(limit);
             command

@@ -4,9 +4,23 @@
 //! dumps, choose huge pages, bind to a NUMA node, and only then lock, which touches every page. A
 //! node chosen after the first touch would not move anything.
 //!
-//! Whether the memory can be had is decided before it is locked ([`limits`]), because a lock that
+//! Whether there is that much memory is decided before it is locked ([`limits`]), because a lock that
 //! the machine cannot serve ends with the kernel killing some process, perhaps another one.
-//! [`RESERVE_MAX_BYTES`] of what is available stays for everybody else.
+//! [`RESERVE_MAX_BYTES`] of what is available stays for everybody else. Whether the process may lock
+//! it the kernel decides: `mlock` refuses at once.
+//!
+//! A container may forbid any of these steps. What nobody has asked for by name is then done without
+//! ([`Shortfall`]), with one line in the log:
+//!
+//! | step | without it |
+//! |---|---|
+//! | reserved huge pages, or their hugetlb cgroup | transparent ones |
+//! | rounding up to whole huge pages | ordinary pages, where only those fit |
+//! | `MADV_HUGEPAGE` | ordinary pages |
+//! | `MADV_DONTFORK`, `MADV_DONTDUMP` | the pages are in forks and in core dumps |
+//! | `mlock`, where it is forbidden and not only limited | the pages may be swapped out until a device has them |
+//! | `MADV_POPULATE_WRITE` | `mlock` has brought the pages in, or they are written to |
+//! | `mbind` | an error: a memory node is asked for by name |
 
 use std::io;
 use std::mem::ManuallyDrop;
@@ -14,7 +28,7 @@ use std::ptr::NonNull;
 
 use memmap2::{Advice, MmapOptions, MmapRaw};
 
-use crate::limits::{self, Available, Bytes, LockLimit};
+use crate::limits::{self, Available, Bytes, IpcLock, LockLimit};
 
 /// The huge page size asked for: that of x86-64, and of aarch64 with 4 KiB pages.
 pub const HUGE_PAGE_BYTES: usize = 2 << 20;
@@ -123,6 +137,18 @@ pub enum PinError {
         /// The nodes there are.
         nodes: Vec<u32>,
     },
+    /// The memory could not be put on the node that was asked for.
+    #[error(
+        "pinned memory cannot be bound to NUMA node {node}: mbind failed: {source}: allow it (a \
+         container's seccomp profile; with Docker's, --cap-add SYS_NICE), or leave the node to the \
+         kernel (a client's --expert-numa-node)"
+    )]
+    Bind {
+        /// The node asked for.
+        node: u32,
+        /// The kernel's reason.
+        source: io::Error,
+    },
     /// The kernel refused a step.
     #[error("{step} for {} of pinned memory failed: {source}", Bytes(*bytes))]
     System {
@@ -135,7 +161,51 @@ pub enum PinError {
     },
 }
 
-/// Memory that is locked, kept out of forks and core dumps, and at a fixed address.
+impl PinError {
+    /// Whether fewer bytes might be pinned where these cannot be.
+    #[must_use]
+    pub fn is_of_size(&self) -> bool {
+        match self {
+            Self::NotEnoughMemory { .. } | Self::LockLimit { .. } => true,
+            Self::System { source, .. } => {
+                matches!(source.raw_os_error(), Some(libc::ENOMEM | libc::EAGAIN))
+            }
+            Self::Size { .. } | Self::NoSuchNode { .. } | Self::Bind { .. } => false,
+        }
+    }
+}
+
+/// What pinned memory lacks because the system forbids a step that nobody has asked for by name.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Shortfall {
+    /// The reserved huge pages that are free cannot be used.
+    ReservedHugePages,
+    /// The kernel was not asked for transparent huge pages.
+    TransparentHugePages,
+    /// The memory is in forks.
+    KeptOutOfForks,
+    /// The memory is in core dumps.
+    KeptOutOfDumps,
+    /// The memory is not locked.
+    Locked,
+}
+
+impl Shortfall {
+    /// The value of a label in metrics.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::ReservedHugePages => "reserved_huge_pages",
+            Self::TransparentHugePages => "transparent_huge_pages",
+            Self::KeptOutOfForks => "dontfork",
+            Self::KeptOutOfDumps => "dontdump",
+            Self::Locked => "mlock",
+        }
+    }
+}
+
+/// Memory that is locked, kept out of forks and core dumps, and at a fixed address; what of that the
+/// system forbids is among its [`shortfalls`](PinnedPages::shortfalls).
 ///
 /// It starts out as zeros. Only its address is handed out: whoever turns that into references
 /// answers for who else reads and writes there.
@@ -145,6 +215,7 @@ pub struct PinnedPages {
     map: ManuallyDrop<MmapRaw>,
     kind: PageKind,
     numa: NumaPlacement,
+    lacks: Vec<Shortfall>,
 }
 
 impl PinnedPages {
@@ -157,22 +228,59 @@ impl PinnedPages {
             return Err(PinError::Size { bytes: options.bytes });
         }
         check_node(options.numa)?;
-        let (map, kind) = map(options)?;
-        let bytes = map.len() as u64;
-        let limit = LockLimit::current();
-        if !limit.allows(bytes) {
-            return Err(PinError::LockLimit { needed_bytes: bytes, limit });
+        let huge_bytes = options.bytes.next_multiple_of(HUGE_PAGE_BYTES);
+        let page_bytes = options.bytes.next_multiple_of(rustix::param::page_size());
+        let wants_huge = options.huge_pages == HugePages::Prefer;
+        let mut lacks = Vec::new();
+        if wants_huge && huge_pages_suffice(huge_bytes, options.numa) {
+            match Self::of_kind(huge_bytes, options.numa, PageKind::Huge) {
+                Ok(pages) => return Ok(pages),
+                // Somebody else took them in between, or the hugetlb cgroup says no.
+                Err(error) => {
+                    tracing::warn!(%error, "reserved huge pages cannot be used");
+                    lacks.push(Shortfall::ReservedHugePages);
+                }
+            }
         }
-        let step = |step| move |source| PinError::System { step, bytes, source };
-        map.advise(Advice::DontFork).map_err(step("madvise(MADV_DONTFORK)"))?;
-        map.advise(Advice::DontDump).map_err(step("madvise(MADV_DONTDUMP)"))?;
-        if let NumaPlacement::Node(node) = options.numa {
-            bind(&map, node).map_err(step("mbind"))?;
+        // A mapping shorter than a huge page cannot hold one.
+        let mut pages = if wants_huge && options.bytes >= HUGE_PAGE_BYTES {
+            match Self::of_kind(huge_bytes, options.numa, PageKind::TransparentHuge) {
+                Err(error) if error.is_of_size() && page_bytes < huge_bytes => {
+                    Self::of_kind(page_bytes, options.numa, PageKind::TransparentHuge)
+                }
+                tried => tried,
+            }?
+        } else {
+            Self::of_kind(page_bytes, options.numa, PageKind::Ordinary)?
+        };
+        pages.lacks.extend(lacks);
+        Ok(pages)
+    }
+
+    /// Pins `bytes`, which are whole pages of `kind`.
+    fn of_kind(bytes: usize, numa: NumaPlacement, kind: PageKind) -> Result<Self, PinError> {
+        let mut lacks = Vec::new();
+        let (map, kind) = map(bytes, numa, kind, &mut lacks)?;
+        let apart = [
+            (Advice::DontFork, Shortfall::KeptOutOfForks, "forks get the pinned memory"),
+            (Advice::DontDump, Shortfall::KeptOutOfDumps, "core dumps have the pinned memory"),
+        ];
+        for (advice, shortfall, what) in apart {
+            if let Err(error) = map.advise(advice) {
+                tracing::warn!(?advice, %error, "madvise is refused: {what}");
+                lacks.push(shortfall);
+            }
         }
-        map.lock().map_err(|source| lock_error(bytes, source))?;
-        populate(&map).map_err(step("madvise(MADV_POPULATE_WRITE)"))?;
-        tracing::debug!(bytes, pages = %kind, numa = ?options.numa, "pinned memory");
-        Ok(Self { map: ManuallyDrop::new(map), kind, numa: options.numa })
+        if let NumaPlacement::Node(node) = numa {
+            bind(&map, node).map_err(|source| PinError::Bind { node, source })?;
+        }
+        let locked = lock(&map)?;
+        populate(&map, kind, locked)?;
+        if locked == Locked::No {
+            lacks.push(Shortfall::Locked);
+        }
+        tracing::debug!(bytes, pages = %kind, ?numa, "pinned memory");
+        Ok(Self { map: ManuallyDrop::new(map), kind, numa, lacks })
     }
 
     /// The first byte: page-aligned, non-null.
@@ -209,12 +317,19 @@ impl PinnedPages {
     pub fn numa(&self) -> NumaPlacement {
         self.numa
     }
+
+    /// What they lack because the system forbids it.
+    #[must_use]
+    pub fn shortfalls(&self) -> &[Shortfall] {
+        &self.lacks
+    }
 }
 
 impl Drop for PinnedPages {
     fn drop(&mut self) {
         let (address, bytes) = (self.map.as_ptr(), self.map.len());
-        if let Err(error) = self.map.unlock() {
+        let is_locked = !self.lacks.contains(&Shortfall::Locked);
+        if is_locked && let Err(error) = self.map.unlock() {
             tracing::error!(?address, bytes, %error, "munlock failed: this memory is leaked");
             return;
         }
@@ -255,38 +370,34 @@ fn check_memory(needed_bytes: u64, numa: NumaPlacement) -> Result<(), PinError> 
     }
 }
 
-fn map(options: &PinnedOptions) -> Result<(MmapRaw, PageKind), PinError> {
-    let huge_bytes = options.bytes.next_multiple_of(HUGE_PAGE_BYTES);
-    let wants_huge = options.huge_pages == HugePages::Prefer;
-    if wants_huge && huge_pages_suffice(huge_bytes, options.numa) {
-        match MmapOptions::new().len(huge_bytes).huge(Some(HUGE_PAGE_BITS)).map_anon() {
-            Ok(map) => return Ok((map.into(), PageKind::Huge)),
-            // Somebody else took them in between, or the hugetlb cgroup says no.
-            Err(error) => tracing::info!(%error, "reserved huge pages could not be mapped"),
+/// A mapping of `bytes`, and the kind of its pages.
+fn map(
+    bytes: usize,
+    numa: NumaPlacement,
+    kind: PageKind,
+    lacks: &mut Vec<Shortfall>,
+) -> Result<(MmapRaw, PageKind), PinError> {
+    let mut options = MmapOptions::new();
+    options.len(bytes);
+    match kind {
+        PageKind::Huge => options.huge(Some(HUGE_PAGE_BITS)),
+        // Reserved huge pages need no such check: they were set aside when the pool was made.
+        PageKind::TransparentHuge | PageKind::Ordinary => {
+            check_memory(bytes as u64, numa)?;
+            &mut options
         }
-    }
-    // A mapping shorter than a huge page cannot hold one.
-    let transparent = wants_huge && options.bytes >= HUGE_PAGE_BYTES;
-    let page_bytes = if transparent { HUGE_PAGE_BYTES } else { rustix::param::page_size() };
-    let bytes = options.bytes.next_multiple_of(page_bytes);
-    // Reserved huge pages above need no such check: they were set aside when the pool was made.
-    check_memory(bytes as u64, options.numa)?;
-    let map = MmapOptions::new().len(bytes).map_anon().map_err(|source| PinError::System {
-        step: "mmap",
-        bytes: bytes as u64,
-        source,
-    })?;
-    if !transparent {
+    };
+    let refused = |source| PinError::System { step: "mmap", bytes: bytes as u64, source };
+    let map = options.map_anon().map_err(refused)?;
+    if kind == PageKind::TransparentHuge
+        && let Err(error) = map.advise(Advice::HugePage)
+    {
+        // A kernel built without transparent huge pages says EINVAL.
+        tracing::info!(%error, "transparent huge pages are not to be had");
+        lacks.push(Shortfall::TransparentHugePages);
         return Ok((map.into(), PageKind::Ordinary));
     }
-    match map.advise(Advice::HugePage) {
-        Ok(()) => Ok((map.into(), PageKind::TransparentHuge)),
-        Err(error) => {
-            // A kernel built without transparent huge pages says EINVAL.
-            tracing::info!(%error, "transparent huge pages are not to be had");
-            Ok((map.into(), PageKind::Ordinary))
-        }
-    }
+    Ok((map.into(), kind))
 }
 
 fn huge_pages_suffice(bytes: usize, numa: NumaPlacement) -> bool {
@@ -321,109 +432,71 @@ fn bind(map: &MmapRaw, node: u32) -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Makes every page present and writable, so that the first fetch does not pay for it.
-fn populate(map: &MmapRaw) -> io::Result<()> {
-    match map.advise(Advice::PopulateWrite) {
-        // Linux before 5.14 does not know the request; there, mlock alone has populated.
-        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => Ok(()),
-        other => other,
-    }
+/// Whether `mlock` has locked the memory, and so brought its pages in.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Locked {
+    Yes,
+    No,
 }
 
-/// `mlock` refuses for want of permission (EPERM), over the limit or over the address space
-/// (ENOMEM), or because pages could not be brought in (EAGAIN).
-fn lock_error(bytes: u64, source: io::Error) -> PinError {
-    let limit = LockLimit::current();
+/// Locks the memory, unless the system forbids that altogether.
+///
+/// `mlock` refuses over the limit or over the address space (ENOMEM), or because pages could not be
+/// brought in (EAGAIN; ENOMEM for huge pages that a cgroup withholds). For want of permission
+/// (EPERM) it refuses only where the limit is 0; otherwise a filter of system calls did.
+fn lock(map: &MmapRaw) -> Result<Locked, PinError> {
+    let Err(source) = map.lock() else { return Ok(Locked::Yes) };
+    let (limit, bytes) = (LockLimit::current(), map.len() as u64);
+    let over = limit.soft_bytes.is_some_and(|soft| limit.locked_bytes.saturating_add(bytes) > soft);
+    // What the kernel has refused the capability has not lifted.
+    let capability = match limit.capability {
+        IpcLock::Granted => IpcLock::Absent,
+        known => known,
+    };
+    let limit_error =
+        PinError::LockLimit { needed_bytes: bytes, limit: LockLimit { capability, ..limit } };
     match source.raw_os_error() {
-        // A capability inside a user namespace does not lift the limit, though it looks granted.
-        Some(libc::EPERM) => PinError::LockLimit { needed_bytes: bytes, limit },
-        Some(libc::ENOMEM) if !within_soft_limit(&limit, bytes) => {
-            PinError::LockLimit { needed_bytes: bytes, limit }
+        Some(libc::EPERM) if limit.soft_bytes == Some(0) => Err(limit_error),
+        Some(libc::EPERM | libc::EACCES | libc::ENOSYS) => {
+            tracing::warn!(error = %source, "mlock is refused: pinned memory may be swapped out");
+            Ok(Locked::No)
         }
-        _ => PinError::System { step: "mlock", bytes, source },
+        Some(libc::ENOMEM) if over => Err(limit_error),
+        _ => Err(PinError::System { step: "mlock", bytes, source }),
     }
 }
 
-fn within_soft_limit(limit: &LockLimit, bytes: u64) -> bool {
-    limit.soft_bytes.is_none_or(|soft| limit.locked_bytes.saturating_add(bytes) <= soft)
+/// Makes every page present and writable, so that the first fetch does not pay for it.
+fn populate(map: &MmapRaw, kind: PageKind, locked: Locked) -> Result<(), PinError> {
+    let Err(source) = map.advise(Advice::PopulateWrite) else { return Ok(()) };
+    match (source.raw_os_error(), locked, kind) {
+        // Linux before 5.14 does not know the request, and a filter of system calls may forbid it.
+        (Some(libc::EINVAL | libc::EPERM | libc::EACCES | libc::ENOSYS), Locked::Yes, _) => Ok(()),
+        (
+            Some(libc::EINVAL | libc::EPERM | libc::EACCES | libc::ENOSYS),
+            Locked::No,
+            PageKind::TransparentHuge | PageKind::Ordinary,
+        ) => {
+            touch(map);
+            Ok(())
+        }
+        // Writing to a huge page that a cgroup withholds would end in SIGBUS.
+        _ => {
+            let (step, bytes) = ("madvise(MADV_POPULATE_WRITE)", map.len() as u64);
+            Err(PinError::System { step, bytes, source })
+        }
+    }
+}
+
+/// Writes to every page.
+fn touch(map: &MmapRaw) {
+    for offset in (0..map.len()).step_by(rustix::param::page_size()) {
+        // SAFETY: the offset is inside the mapping.
+        let page = unsafe { map.as_mut_ptr().add(offset) };
+        // SAFETY: the mapping is writable, and nobody else knows of it yet.
+        unsafe { page.write_volatile(0) };
+    }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn options(bytes: usize) -> PinnedOptions {
-        PinnedOptions { bytes, huge_pages: HugePages::Prefer, numa: NumaPlacement::Local }
-    }
-
-    #[test]
-    fn pinned_pages_are_zeroed_aligned_and_rounded_up() {
-        let pages = PinnedPages::new(&options(10_000)).unwrap();
-        let page = rustix::param::page_size();
-        assert_eq!(pages.len() % page, 0);
-        assert!(pages.len() >= 10_000);
-        assert_eq!(pages.address().as_ptr() as usize % page, 0);
-        // SAFETY: the mapping is alive, has at least 10,000 initialised bytes, and nothing else
-        // refers to it.
-        let bytes = unsafe { std::slice::from_raw_parts(pages.address().as_ptr(), 10_000) };
-        assert!(bytes.iter().all(|byte| *byte == 0));
-    }
-
-    #[test]
-    fn no_bytes_and_too_many_bytes_are_refused() {
-        for bytes in [0, usize::MAX, isize::MAX as usize] {
-            assert!(matches!(PinnedPages::new(&options(bytes)), Err(PinError::Size { .. })));
-        }
-    }
-
-    #[test]
-    fn more_than_the_machine_has_is_refused_before_it_is_touched() {
-        let available = limits::available_memory().expect("/proc/meminfo is there");
-        let wanted = usize::try_from(available.bytes).unwrap() + (1 << 30);
-        let error = PinnedPages::new(&options(wanted)).unwrap_err();
-        assert!(matches!(error, PinError::NotEnoughMemory { .. }), "{error}");
-        let text = error.to_string();
-        assert!(text.contains("--expert-arena-bytes"), "{text}");
-        assert!(text.contains("GiB"), "{text}");
-    }
-
-    #[test]
-    fn a_node_that_is_not_there_is_named_with_those_that_are() {
-        let numa = NumaPlacement::Node(4711);
-        let error = PinnedPages::new(&PinnedOptions { numa, ..options(4096) }).unwrap_err();
-        let text = error.to_string();
-        assert!(text.contains("4711") && text.contains("choose one of"), "{text}");
-    }
-
-    #[test]
-    fn memory_can_be_bound_to_a_node() {
-        let nodes = limits::memory_nodes();
-        let node = *nodes.first().expect("/sys/devices/system/node lists one node at least");
-        let numa = NumaPlacement::Node(node);
-        let pages = PinnedPages::new(&PinnedOptions { numa, ..options(4096) }).unwrap();
-        let maps = std::fs::read_to_string("/proc/self/numa_maps").unwrap();
-        let start = format!("{:x}", pages.address().as_ptr() as usize);
-        let line = maps.lines().find(|line| line.starts_with(&start)).expect("its own mapping");
-        assert!(line.contains(&format!("bind:{node}")), "{line}");
-        assert!(line.contains(&format!("N{node}=1")), "present on its node: {line}");
-    }
-
-    #[test]
-    fn pinned_pages_are_locked_and_out_of_forks_and_dumps() {
-        let pages = PinnedPages::new(&options(64 << 10)).unwrap();
-        let flags = vm_flags(pages.address().as_ptr() as usize).expect("its own mapping");
-        for flag in ["lo", "dc", "dd"] {
-            assert!(flags.iter().any(|f| f == flag), "{flag} is not in {flags:?}");
-        }
-    }
-
-    /// `VmFlags` of the mapping at `address` in `/proc/self/smaps`: lo locked, dc don't copy on
-    /// fork, dd don't dump.
-    fn vm_flags(address: usize) -> Option<Vec<String>> {
-        let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
-        let start = format!("{address:x}-");
-        let mut lines = smaps.lines().skip_while(|line| !line.starts_with(&start));
-        let flags = lines.find_map(|line| line.strip_prefix("VmFlags:"))?;
-        Some(flags.split_whitespace().map(str::to_owned).collect())
-    }
-}
+mod tests;

@@ -8,12 +8,16 @@
 //!   slots x slot bytes            <= the same less what is locked already: the pages themselves
 //! ```
 //!
+//! The last two are the sum of [`LockLimit::room`], which clients use, too.
+//!
 //! Where records are spilled, the buffers through which they go are pinned besides, and registered
 //! with every device and with io_uring; they come off each of these but what a device registers at
 //! once.
 
 use expert_tier::layout::ExpertLayout;
-use gpu_sys::limits::{Available, Bytes, IpcLock, LockLimit, free_huge_pages};
+use gpu_sys::limits::{
+    Available, Bytes, LockLimit, Registrations, free_huge_pages, whole_huge_pages,
+};
 use gpu_sys::pinned::{HUGE_PAGE_BYTES, NumaPlacement, RESERVE_MAX_BYTES, usable_memory};
 use railset::message::{SpillTerms, Transfer};
 
@@ -70,19 +74,16 @@ impl Bounds {
     /// The most bytes of a region beside `spill` under each bound, with the bound's name.
     fn most(&self, spill: SpillMemory) -> Vec<(u64, String)> {
         let mut most: Vec<_> = Vec::new();
-        let limited = self.lock.capability != IpcLock::Granted;
-        if let Some(soft) = self.lock.soft_bytes.filter(|_| limited) {
-            let devices = (self.devices.len() as u64).max(1);
+        let registrations = self.registrations(spill);
+        if let Some(room) = self.lock.room(&registrations) {
+            let devices = registrations.devices;
             let name = format!("the locked-memory limit ({}, {devices} devices)", self.lock);
-            let unlocked = soft.saturating_sub(self.lock.locked_bytes);
-            let registered = soft.saturating_sub(spill.locked) / devices;
-            let bytes = registered.min(unlocked.saturating_sub(spill.pinned));
-            most.push((whole_pages(bytes), name));
+            most.push((whole_huge_pages(room), name));
         }
         if let Some(Available { bytes, bound_by }) = &self.memory {
             let name = format!("{} that can be pinned by {bound_by}", Bytes(*bytes));
             let slack = (bytes / SLACK_DIVISOR).min(RESERVE_MAX_BYTES);
-            most.push((whole_pages((bytes - slack).saturating_sub(spill.pinned)), name));
+            most.push((whole_huge_pages((bytes - slack).saturating_sub(spill.pinned)), name));
         }
         let device = |(name, bytes): &(String, u64)| (*bytes, format!("what {name} registers"));
         most.extend(self.devices.iter().map(device));
@@ -97,16 +98,13 @@ impl Bounds {
             let (device, max_bytes, bytes) = (device.clone(), *max_bytes, region_bytes);
             return Err(RailsError::MaxRegion { device, max_bytes, bytes });
         }
-        let pinned_bytes = pinned(region_bytes).saturating_add(spill.pinned);
-        let (devices, limit) = (self.devices.len() as u64, self.lock);
-        let registered = region_bytes.saturating_mul(devices).saturating_add(spill.locked);
-        let limited = limit.capability != IpcLock::Granted;
-        let over = limited && limit.soft_bytes.is_some_and(|soft| registered > soft);
-        if over || !limit.allows(pinned_bytes) {
-            let needed_bytes = registered.max(pinned_bytes);
-            let (bytes, spill_bytes) = (region_bytes, spill.locked);
+        let (registrations, limit) = (self.registrations(spill), self.lock);
+        if !limit.holds(region_bytes, &registrations) {
+            let (bytes, devices, spill_bytes) = (region_bytes, registrations.devices, spill.locked);
+            let needed_bytes = registrations.needed_bytes(region_bytes);
             return Err(RailsError::LockLimit { bytes, devices, spill_bytes, needed_bytes, limit });
         }
+        let pinned_bytes = pinned(region_bytes).saturating_add(spill.pinned);
         match &self.memory {
             Some(Available { bytes: usable_bytes, bound_by }) if pinned_bytes > *usable_bytes => {
                 let (usable_bytes, bound_by) = (*usable_bytes, bound_by.clone());
@@ -115,18 +113,22 @@ impl Bounds {
             _ => Ok(()),
         }
     }
+
+    /// What is locked and registered of a region beside `spill`, and with it.
+    fn registrations(&self, spill: SpillMemory) -> Registrations {
+        Registrations {
+            devices: (self.devices.len() as u64).max(1),
+            grant_bytes: 0,
+            locked_bytes: spill.pinned,
+            registered_bytes: spill.locked,
+        }
+    }
 }
 
 /// Bytes that are pinned for a region of `bytes`: whole huge pages, where there is one.
 fn pinned(bytes: u64) -> u64 {
     let page = HUGE_PAGE_BYTES as u64;
     if bytes < page { bytes } else { bytes.div_ceil(page).saturating_mul(page) }
-}
-
-/// The most bytes of a region for which no more than `bytes` are pinned.
-fn whole_pages(bytes: u64) -> u64 {
-    let page = HUGE_PAGE_BYTES as u64;
-    if bytes < page { bytes } else { bytes / page * page }
 }
 
 /// An error where a budget holds not even one record.

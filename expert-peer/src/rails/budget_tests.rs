@@ -1,4 +1,5 @@
 use expert_tier::testing::TestStore;
+use gpu_sys::limits::IpcLock;
 
 use super::*;
 use crate::push::SpillWish;
@@ -7,7 +8,7 @@ const GIB: u64 = 1 << 30;
 const MIB: u64 = 1 << 20;
 
 fn lock(soft_bytes: Option<u64>, capability: IpcLock) -> LockLimit {
-    LockLimit { soft_bytes, hard_bytes: soft_bytes, locked_bytes: 0, capability }
+    LockLimit { soft_bytes, hard_bytes: soft_bytes, locked_bytes: 0, pinned_bytes: 0, capability }
 }
 
 fn unlimited() -> LockLimit {
@@ -126,11 +127,11 @@ fn buffers_for_spilled_records_come_off_where_there_are_any() {
     assert_eq!(slots(Some(3 * slot), &locked).unwrap().0, 3);
     let error = slots(Some(4 * slot), &locked).unwrap_err();
     assert!(error.contains("--dram-budget") && error.contains("14.1 MiB"), "{error}");
-    // Not the registrations, but whole pages of 2 MiB and the buffers are too much.
+    // Not the registrations, but the pages and the buffers are too much.
     let one = Bounds { devices: vec![("rxe0".into(), GIB)], ..locked };
     let text =
         one.hold(12 * MIB + 1, SpillMemory { locked: MIB, ..spill }).unwrap_err().to_string();
-    assert!(text.contains("needs 16 MiB") && text.contains("1 MiB for spilled"), "{text}");
+    assert!(text.contains("needs 14.1 MiB") && text.contains("1 MiB for spilled"), "{text}");
 }
 
 #[test]

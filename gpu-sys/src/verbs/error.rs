@@ -99,15 +99,13 @@ pub enum VerbsError {
          limit is {limit} (each device counts by itself): raise `ulimit -l` (LimitMEMLOCK= in a \
          systemd unit, --ulimit memlock= for a container), or grant CAP_IPC_LOCK, or lower the \
          arena (--expert-arena-bytes) or the peer's --dram-budget",
-        Bytes(*needed_bytes), Bytes(*pinned_bytes)
+        Bytes(*needed_bytes), Bytes(limit.pinned_bytes)
     )]
     LockLimit {
         /// The device.
         device: String,
         /// Bytes to register.
         needed_bytes: u64,
-        /// Bytes that registrations of this process hold already.
-        pinned_bytes: u64,
         /// The limits in force.
         limit: LockLimit,
     },

@@ -283,13 +283,11 @@ impl Drop for MemoryRegion {
 /// Why a registration was refused: the kernel says ENOMEM both for a limit and for want of memory.
 fn refused(device: &str, needed_bytes: u64, source: io::Error) -> VerbsError {
     let limit = LockLimit::current();
-    let pinned_bytes = limits::pinned_bytes();
-    let counted = LockLimit { locked_bytes: pinned_bytes, ..limit };
     let is_limit = matches!(source.raw_os_error(), Some(libc::ENOMEM | libc::EAGAIN | libc::EPERM))
-        && !counted.allows(needed_bytes);
+        && !limit.allows_registered(needed_bytes);
     if is_limit {
         let device = device.to_owned();
-        return VerbsError::LockLimit { device, needed_bytes, pinned_bytes, limit };
+        return VerbsError::LockLimit { device, needed_bytes, limit };
     }
     let on = format!("{} with {device}", limits::Bytes(needed_bytes));
     VerbsError::Call { call: "ibv_reg_mr", on, source }

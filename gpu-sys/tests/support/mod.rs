@@ -1,4 +1,5 @@
-//! Runs a test in a process of its own: with a driver library of our making, or with less rights.
+//! Runs a test in a process of its own: with a driver library of our making, with less rights, or
+//! under a filter of system calls as a container has one.
 //!
 //! The loader looks for libraries where it was told when the process started, and capabilities
 //! once dropped do not come back; so such a test starts its own program again. The parent prepares
@@ -79,6 +80,26 @@ pub(crate) fn with_lock_limit(test: &str, limit_bytes: u64, body: impl FnOnce())
         true => run_child(test, &["setpriv", "--bounding-set=-ipc_lock", "prlimit", &limit], &[]),
         false => run_child(test, &["prlimit", &limit], &[]),
     }
+}
+
+/// Runs `body` in a child process for which a filter answers these system calls with `errno`: each is
+/// a number, or `number:argument:value` for those calls that have the value in that argument.
+pub(crate) fn with_denied(test: &str, errno: &str, calls: &[String], body: impl FnOnce()) {
+    if is_child(test) {
+        return body();
+    }
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/deny.py");
+    run_child(test, &["python3", script, errno, &calls.join(",")], &[]);
+}
+
+/// Runs `body` in a child process in a user namespace of its own, where it is root, that may lock
+/// `limit_bytes`.
+pub(crate) fn with_user_namespace(test: &str, limit_bytes: u64, body: impl FnOnce()) {
+    if is_child(test) {
+        return body();
+    }
+    let limit = format!("--memlock={limit_bytes}:{limit_bytes}");
+    run_child(test, &["prlimit", &limit, "unshare", "--user", "--map-root-user"], &[]);
 }
 
 fn is_child(test: &str) -> bool {
