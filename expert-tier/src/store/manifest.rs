@@ -8,7 +8,12 @@
 //!
 //! Version history: 1 (2026-11) first.
 
-use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::marker::PhantomData;
+
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{MapAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
 use sha2::{Digest, Sha256};
 
 use crate::dtype::Dtype;
@@ -104,14 +109,14 @@ impl Manifest {
         if bytes.len() as u64 > MAX_BYTES {
             return Err(ManifestError::TooLarge { found: bytes.len() as u64 });
         }
-        let kind: Kind = serde_json::from_slice(bytes)?;
+        let Object(kind): Object<Kind> = serde_json::from_slice(bytes)?;
         if kind.format != FORMAT {
             return Err(ManifestError::Format { found: kind.format.chars().take(64).collect() });
         }
         if kind.version != VERSION {
             return Err(ManifestError::Version { found: kind.version });
         }
-        let document: Document = serde_json::from_slice(bytes)?;
+        let Object(document): Object<Document> = serde_json::from_slice(bytes)?;
         let stated = lower_hex(&document.fingerprint)?;
         let found = fingerprint_of(bytes, &document.fingerprint);
         if found != stated {
@@ -120,7 +125,7 @@ impl Manifest {
         let checksums = document
             .layers
             .iter()
-            .map(|l| lower_hex(&l.checksums_sha256).map(|digest| digest.0))
+            .map(|Object(layer)| lower_hex(&layer.checksums_sha256).map(|digest| digest.0))
             .collect::<Result<_, _>>()?;
         let layout = document.layout()?;
         Ok(Self {
@@ -195,6 +200,32 @@ impl ChecksumDigest {
     }
 }
 
+/// A value that JSON writes as an object. The structures that serde derives also take an array of their
+/// fields' values in order, which the format does not have.
+#[derive(Serialize)]
+#[serde(transparent)]
+struct Object<T>(T);
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(ObjectVisitor(PhantomData)).map(Self)
+    }
+}
+
+struct ObjectVisitor<T>(PhantomData<T>);
+
+impl<'de, T: Deserialize<'de>> Visitor<'de> for ObjectVisitor<T> {
+    type Value = T;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<T, A::Error> {
+        T::deserialize(MapAccessDeserializer::new(map))
+    }
+}
+
 /// The fields read first, so that another version's manifest is named as such.
 #[derive(Deserialize)]
 struct Kind {
@@ -210,7 +241,7 @@ struct Document {
     fingerprint: String,
     model: String,
     chunk_bytes: u32,
-    layers: Vec<LayerDocument>,
+    layers: Vec<Object<LayerDocument>>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -224,7 +255,7 @@ struct LayerDocument {
     header_bytes: u64,
     payload_bytes: u64,
     checksums_sha256: String,
-    tensors: Vec<TensorDocument>,
+    tensors: Vec<Object<TensorDocument>>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -246,7 +277,9 @@ impl Document {
             fingerprint: NO_FINGERPRINT.into(),
             model: model.into(),
             chunk_bytes: layout.layers()[0].chunk_bytes(),
-            layers: layers.map(|(layer, digest)| LayerDocument::describe(layer, digest)).collect(),
+            layers: layers
+                .map(|(layer, digest)| Object(LayerDocument::describe(layer, digest)))
+                .collect(),
         }
     }
 
@@ -254,20 +287,14 @@ impl Document {
         if self.layers.len() > MAX_LAYERS {
             return Err(LayoutError::range("layers", self.layers.len(), MAX_LAYERS));
         }
-        let layers = self.layers.iter().map(|l| l.layout(self.chunk_bytes));
+        let layers = self.layers.iter().map(|Object(layer)| layer.layout(self.chunk_bytes));
         ExpertLayout::new(layers.collect::<Result<_, _>>()?)
     }
 }
 
 impl LayerDocument {
     fn describe(layer: &LayerLayout, checksums: &[u8; 32]) -> Self {
-        let tensors = layer.spec().tensors().iter().map(|t| TensorDocument {
-            name: t.name.clone(),
-            dtype: t.dtype,
-            shape: t.shape.clone(),
-            offset: t.offset,
-            bytes: t.bytes,
-        });
+        let tensors = layer.spec().tensors().iter().map(TensorDocument::describe);
         Self {
             layer: layer.layer(),
             experts: layer.experts(),
@@ -292,7 +319,7 @@ impl LayerDocument {
             let found: String = self.file.chars().take(64).collect();
             return Err(LayoutError::range(what("file"), format!("{found:?}"), expected));
         }
-        let tensors = self.tensors.iter().map(|t| TensorSpec {
+        let tensors = self.tensors.iter().map(|Object(t)| TensorSpec {
             name: t.name.clone(),
             dtype: t.dtype,
             shape: t.shape.clone(),
@@ -300,7 +327,7 @@ impl LayerDocument {
             bytes: t.bytes,
         });
         let spec = ExpertRecordSpec::lay_out(tensors.collect())?;
-        for (placed, stated) in spec.tensors().iter().zip(&self.tensors) {
+        for (placed, Object(stated)) in spec.tensors().iter().zip(&self.tensors) {
             let field = |f: &str| what(&format!("{f} of {}", placed.name));
             if placed.name != stated.name {
                 return Err(LayoutError::range(what("tensor order"), &stated.name, "by name"));
@@ -314,6 +341,19 @@ impl LayerDocument {
         same(what("header bytes"), self.header_bytes, layer.header_bytes())?;
         same(what("stride"), self.stride, layer.stride())?;
         Ok(layer)
+    }
+}
+
+impl TensorDocument {
+    fn describe(tensor: &TensorSpec) -> Object<Self> {
+        let TensorSpec { name, dtype, shape, offset, bytes } = tensor;
+        Object(Self {
+            name: name.clone(),
+            dtype: *dtype,
+            shape: shape.clone(),
+            offset: *offset,
+            bytes: *bytes,
+        })
     }
 }
 
@@ -351,7 +391,7 @@ fn lower_hex(text: &str) -> Result<Fingerprint, ManifestError> {
     Ok(digest)
 }
 
-fn json_error(error: impl std::fmt::Display) -> ManifestError {
+fn json_error(error: impl fmt::Display) -> ManifestError {
     ManifestError::Json(serde::de::Error::custom(error))
 }
 
@@ -427,6 +467,35 @@ mod tests {
         ] {
             let error = edited(from, to).to_string();
             assert!(error.contains(named), "{from} -> {to}: {error}");
+        }
+    }
+
+    #[test]
+    fn objects_written_as_arrays_of_their_values_are_refused() {
+        use serde_json::Value;
+        const LAYER: [&str; 9] = [
+            "layer",
+            "experts",
+            "prefix",
+            "file",
+            "stride",
+            "header_bytes",
+            "payload_bytes",
+            "checksums_sha256",
+            "tensors",
+        ];
+        let values = |object: &Value, fields: &[&str]| -> Value {
+            fields.iter().map(|field| object[field].clone()).collect()
+        };
+        let good: Value = serde_json::from_slice(manifest().as_bytes()).unwrap();
+        let mut tensor = good.clone();
+        let fields = ["name", "dtype", "shape", "offset", "bytes"];
+        tensor["layers"][0]["tensors"][0] = values(&good["layers"][0]["tensors"][0], &fields);
+        let mut layer = good.clone();
+        layer["layers"][1] = values(&good["layers"][1], &LAYER);
+        for bad in [tensor, layer, values(&good, &["format", "version"])] {
+            let error = Manifest::parse(bad.to_string().as_bytes()).unwrap_err().to_string();
+            assert!(error.contains("expected an object"), "{error}");
         }
     }
 }
