@@ -1,7 +1,7 @@
 //! The command line of a peer: `expert-peer`, and `metrale peer run`.
 
 use std::io::Write;
-use std::net::{SocketAddr, ToSocketAddrs};
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::Args;
+use expert_tier::tcp::look_up;
 use gpu_sys::env;
 #[cfg(metrale_rdma_verbs)]
 use railset::message::Transfer;
@@ -203,8 +204,8 @@ pub fn run(args: &RunArgs) -> anyhow::Result<()> {
 
 /// The first address of what may be a name.
 fn resolve(wish: &HostPort) -> anyhow::Result<SocketAddr> {
-    let mut found = wish.0.to_socket_addrs().with_context(|| format!("cannot resolve {wish}"))?;
-    found.next().with_context(|| format!("cannot resolve {wish}: it has no address"))
+    let found = look_up(&wish.0).with_context(|| format!("cannot resolve {wish}"))?;
+    found.first().copied().with_context(|| format!("cannot resolve {wish}: it has no address"))
 }
 
 fn options(args: &RunArgs) -> anyhow::Result<PeerOptions> {

@@ -37,7 +37,7 @@ struct State {
 impl Addresses {
     /// Addresses that the system looks up.
     pub(super) fn of_the_system() -> Self {
-        Self::by(|peer| Ok(peer.to_socket_addrs()?.take(MOST).collect()))
+        Self::by(look_up)
     }
 
     fn by(look_up: impl Fn(&str) -> io::Result<Vec<SocketAddr>> + Send + Sync + 'static) -> Self {
@@ -98,6 +98,27 @@ impl Addresses {
     }
 }
 
+/// The addresses of `peer`, `HOST:PORT`, at most eight of them.
+///
+/// A host may be an IPv6 address with its zone, `[fe80::1%eth0]:9909` (RFC 4007, section 11): the
+/// system's resolver knows interfaces by name.
+///
+/// # Errors
+/// The text has no port, or the resolver knows no such host.
+pub fn look_up(peer: &str) -> io::Result<Vec<SocketAddr>> {
+    if let Some((host, port)) = zoned(peer) {
+        return Ok((host, port).to_socket_addrs()?.take(MOST).collect());
+    }
+    Ok(peer.to_socket_addrs()?.take(MOST).collect())
+}
+
+/// Address and port of `[ADDRESS%ZONE]:PORT`, the form that the standard library does not split.
+fn zoned(peer: &str) -> Option<(&str, u16)> {
+    let (host, port) = peer.strip_prefix('[')?.split_once("]:")?;
+    let port = port.parse().ok()?;
+    host.contains('%').then_some((host, port))
+}
+
 /// Ends the wait for a look-up however it ends.
 struct Asking(Addresses);
 
@@ -150,6 +171,19 @@ mod tests {
         assert_eq!(addresses.find("host:9", &clock(LONG)).unwrap()[0].port(), 9);
         assert_eq!(addresses.find("host:9", &clock(LONG)).unwrap()[0].port(), 9);
         assert_eq!(asked.load(Ordering::Relaxed), 1);
+    }
+
+    #[test]
+    fn a_link_local_address_takes_its_interface_by_name_and_by_number() {
+        // Interface 1 is the loopback in every network namespace.
+        for text in ["[fe80::1%lo]:9909", "[fe80::1%1]:9909"] {
+            let found = look_up(text).unwrap();
+            let SocketAddr::V6(address) = found[0] else { panic!("{text}: {found:?}") };
+            assert_eq!((address.scope_id(), address.port()), (1, 9909), "{text}");
+        }
+        for text in ["[fe80::1%nosuch0]:9909", "[fe80::1%lo]", "[fe80::1%lo]:x"] {
+            assert!(look_up(text).is_err(), "{text}");
+        }
     }
 
     #[test]

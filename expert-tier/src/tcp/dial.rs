@@ -231,11 +231,23 @@ fn connect_one(
         }
         connected => connected.map_err(IoError::Socket)?,
     }
+    if is_itself(&socket) {
+        let itself = "the connection came back to itself: nothing listens on that port";
+        return Err(IoError::Socket(io::Error::new(io::ErrorKind::ConnectionRefused, itself)));
+    }
     socket.set_nonblocking(false).map_err(IoError::Socket)?;
     if let Err(error) = socket.set_tcp_nodelay(true) {
         tracing::debug!(%error, "TCP_NODELAY was refused");
     }
     Ok(socket.into())
+}
+
+/// Whether both ends of a connection are this one socket. TCP allows that: a port that nothing listens
+/// on may be the very one that the system gives to the connecting socket, and its two opening packets
+/// then meet (RFC 9293, section 3.5, simultaneous open).
+fn is_itself(socket: &Socket) -> bool {
+    let ends = socket.local_addr().and_then(|local| Ok((local, socket.peer_addr()?)));
+    ends.is_ok_and(|(local, peer)| local == peer)
 }
 
 /// Whether `socket` can be written to, or has failed, within `wait`.
@@ -245,5 +257,25 @@ fn writable(socket: &Socket, wait: Duration) -> io::Result<bool> {
         Ok(ready) => Ok(ready > 0),
         Err(Errno::INTR) => Ok(false),
         Err(error) => Err(error.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use super::*;
+
+    #[test]
+    fn a_connection_to_itself_is_told_from_one_to_somebody() {
+        let any: SocketAddr = ([127, 0, 0, 1], 0).into();
+        let alone = Socket::new(Domain::IPV4, Type::STREAM, Some(Protocol::TCP)).unwrap();
+        alone.bind(&any.into()).unwrap();
+        alone.connect(&alone.local_addr().unwrap()).unwrap();
+        assert!(is_itself(&alone));
+
+        let listener = TcpListener::bind(any).unwrap();
+        let two = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        assert!(!is_itself(&two.into()));
     }
 }

@@ -53,6 +53,7 @@ use crate::tier::{
 };
 use crate::wire::Secret;
 use crate::wire::handshake::Goal;
+pub use addresses::look_up;
 use call::{Call, Pending};
 use desk::Desk;
 pub use dial::{DialError, Dialler};
