@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 
 use gpu_sys::verbs::{
     CompletionQueue, Completions, MemoryRegion, Post, PostError, PostRefused, QueuePair,
-    QueuePairOptions, Remote, RemoteAccess, SettleError, Signal, VerbsError, WorkError, WriteFrom,
+    QueuePairOptions, Released, Remote, RemoteAccess, SettleError, Signal, VerbsError, WorkError,
+    WriteFrom,
 };
 use railset::message::Transfer;
 use railset::push::{MAX_REQUEST_BYTES, PushRequest, PushStatus, RECEIPT_BYTES, Receipt, Window};
@@ -277,7 +278,10 @@ impl Lane {
             Out::Receipt(_) => None,
         });
         refused.into_iter().chain(waiting).chain(unposted).for_each(&mut each);
-        queue_pair.destroy(|carried| filled(carried).into_iter().for_each(&mut each))
+        queue_pair.destroy(|released| match released {
+            Released::Free(carried) => filled(carried).into_iter().for_each(&mut each),
+            Released::Leaked(_) => {}
+        })
     }
 }
 

@@ -24,8 +24,8 @@ const FIRST_PAIR: u32 = 7;
 pub(super) struct State {
     /// Calls so far, by name.
     pub(super) calls: Vec<&'static str>,
-    /// The error number that a call of this name returns.
-    pub(super) fail: HashMap<&'static str, c_int>,
+    /// How a call of this name fails.
+    fail: HashMap<&'static str, Failure>,
     /// What the next call of this name does first.
     pub(super) before: HashMap<&'static str, Box<dyn FnOnce()>>,
     /// `ibv_post_send` refuses the request at this place of its list, with ENOMEM.
@@ -34,6 +34,12 @@ pub(super) struct State {
     pub(super) posted: Vec<Posted>,
     /// Receives that were taken: number and buffer.
     pub(super) receives: Vec<(u64, u64)>,
+    /// Those of them that no message has come into yet, with their queue pair.
+    waiting: VecDeque<(u32, u64, u64)>,
+    /// Messages that were sent: queue pair and bytes.
+    sent: VecDeque<(u32, Vec<u8>)>,
+    /// Live registrations: address, length, remote key, flags.
+    regions: Vec<(u64, usize, u32, c_int)>,
     /// What the next polls bring; what names no queue pair goes to whoever polls first.
     pub(super) completions: VecDeque<ffi::ibv_wc>,
     /// What the next events are: device, type and port.
@@ -46,9 +52,21 @@ pub(super) struct State {
     pub(super) max_mr_size: u64,
     /// Each queue pair's device, and the address of the queue it reports to, from [`FIRST_PAIR`] on.
     pairs: Vec<(c_int, usize)>,
+    /// Queue pairs in error.
+    failed: Vec<u32>,
     /// What READs bring.
     published: Vec<u8>,
     keys: u32,
+}
+
+/// How a call fails.
+struct Failure {
+    /// The error number that it returns.
+    number: c_int,
+    /// How often it still fails; `None` is without end.
+    left: Option<usize>,
+    /// How often it has failed.
+    made: usize,
 }
 
 /// A request that the fake took.
@@ -79,6 +97,17 @@ impl State {
         self.pair(queue_pair).is_some_and(|(its, _)| *its == device)
     }
 
+    /// Notes a call; returns the error number that it fails with, or 0.
+    fn called(&mut self, name: &'static str) -> c_int {
+        self.calls.push(name);
+        let Some(failure) = self.fail.get_mut(name).filter(|it| it.left != Some(0)) else {
+            return 0;
+        };
+        failure.left = failure.left.map(|left| left - 1);
+        failure.made += usize::from(failure.number != 0);
+        failure.number
+    }
+
     fn completion_for(&mut self, queue: usize) -> Option<ffi::ibv_wc> {
         let is_for = |raw: &ffi::ibv_wc| {
             raw.qp_num == 0 || self.pair(raw.qp_num).is_some_and(|(_, its)| *its == queue)
@@ -104,6 +133,15 @@ impl State {
     fn forget(&mut self, queue_pair: u32) {
         let on_it = self.posted.iter_mut().filter(|it| it.queue_pair == queue_pair);
         on_it.for_each(|it| it.in_flight = false);
+        self.waiting.retain(|(whose, ..)| *whose != queue_pair);
+    }
+
+    /// Whether `bytes` from `address` on are registered with `rkey`, and all of `flags` are allowed.
+    fn allows(&self, address: u64, bytes: usize, rkey: u32, flags: u32) -> bool {
+        self.regions.iter().any(|&(start, length, key, allowed)| {
+            let inside = address.checked_sub(start).is_some_and(|at| at as usize + bytes <= length);
+            inside && key == rkey && allowed.cast_unsigned() & flags == flags
+        })
     }
 
     fn complete(&mut self, posted: &Posted, status: c_uint) {
@@ -144,7 +182,18 @@ pub fn count(call: &str) -> usize {
 
 /// Makes `call` fail with error `number` from now on; 0 lets it work.
 pub fn fail(call: &'static str, number: i32) {
-    state(|it| it.fail.insert(call, number));
+    state(|it| it.fail.insert(call, Failure { number, left: None, made: 0 }));
+}
+
+/// Makes the next `times` of `call` fail with error `number`.
+pub fn fail_times(call: &'static str, number: i32, times: usize) {
+    state(|it| it.fail.insert(call, Failure { number, left: Some(times), made: 0 }));
+}
+
+/// How often `call` has failed since it was last told to.
+#[must_use]
+pub fn failures(call: &'static str) -> usize {
+    state(|it| it.fail.get(call).map_or(0, |failure| failure.made))
 }
 
 /// Has the next `call` of this thread run `first` before it does anything: wait for another thread, say.
@@ -192,7 +241,8 @@ pub fn bring(device: &str) {
     let device = number(device);
     state(|it| {
         for posted in it.take_flying(device) {
-            if !it.read(&posted) {
+            let is_message = posted.opcode == ibv_wr_opcode::IBV_WR_SEND;
+            if !is_message && !it.read(&posted) {
                 it.complete(&posted, ibv_wc_status::IBV_WC_REM_ACCESS_ERR);
             } else if posted.flags & ibv_send_flags::IBV_SEND_SIGNALED.0 != 0 {
                 it.complete(&posted, ibv_wc_status::IBV_WC_SUCCESS);
@@ -207,6 +257,68 @@ pub fn flush(device: &str) {
     state(|it| {
         for posted in it.take_flying(device) {
             it.complete(&posted, ibv_wc_status::IBV_WC_WR_FLUSH_ERR);
+        }
+    });
+}
+
+/// Takes the messages that were sent and not taken yet: queue pair and bytes.
+#[must_use]
+pub fn sent() -> Vec<(u32, Vec<u8>)> {
+    state(|it| it.sent.drain(..).collect())
+}
+
+/// Does a peer's WRITE of `bytes` to `address`. Returns whether a live registration with `rkey` allows it;
+/// nothing is written where none does.
+#[must_use]
+pub fn write(address: u64, rkey: u32, bytes: &[u8]) -> bool {
+    let flags = ffi::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0;
+    if !state(|it| it.allows(address, bytes.len(), rkey, flags)) {
+        return false;
+    }
+    let to = std::ptr::with_exposed_provenance_mut::<u8>(address as usize);
+    // SAFETY: a live registration has these bytes, so they are mapped, and a peer may write there for as
+    // long as it lives: nobody looks at them before it is gone.
+    unsafe { to.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+    true
+}
+
+/// Brings `message` into the oldest receive of `queue_pair` that waits. Returns whether one did.
+pub fn receive(queue_pair: u32, message: &[u8]) -> bool {
+    let waiting = state(|it| {
+        let at = it.waiting.iter().position(|(whose, ..)| *whose == queue_pair)?;
+        it.waiting.remove(at)
+    });
+    let Some((_, work, address)) = waiting else { return false };
+    let to = std::ptr::with_exposed_provenance_mut::<u8>(address as usize);
+    // SAFETY: the receive is posted, so its buffer, which is longer than any message of the tests, is
+    // mapped and nobody looks at it.
+    unsafe { to.copy_from_nonoverlapping(message.as_ptr(), message.len()) };
+    let mut raw = completion(work, ibv_wc_status::IBV_WC_SUCCESS);
+    raw.opcode = ffi::ibv_wc_opcode::IBV_WC_RECV;
+    (raw.byte_len, raw.qp_num) = (message.len() as u32, queue_pair);
+    state(|it| it.completions.push_back(raw));
+    true
+}
+
+/// What is in flight on queue pairs in error comes back as flushed, receives as well.
+pub fn flush_failed() {
+    state(|it| {
+        let failed = it.failed.clone();
+        let is_failed = |queue_pair: u32| failed.contains(&queue_pair);
+        let mut all = std::mem::take(&mut it.posted);
+        for posted in all.iter_mut().filter(|it| it.in_flight && is_failed(it.queue_pair)) {
+            posted.in_flight = false;
+            it.complete(posted, ibv_wc_status::IBV_WC_WR_FLUSH_ERR);
+        }
+        it.posted = all;
+        let receives = std::mem::take(&mut it.waiting);
+        let (flushed, waiting): (VecDeque<_>, VecDeque<_>) =
+            receives.into_iter().partition(|(whose, ..)| is_failed(*whose));
+        it.waiting = waiting;
+        for (queue_pair, work, _) in flushed {
+            let mut raw = completion(work, ibv_wc_status::IBV_WC_WR_FLUSH_ERR);
+            raw.qp_num = queue_pair;
+            it.completions.push_back(raw);
         }
     });
 }

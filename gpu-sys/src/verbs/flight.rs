@@ -92,6 +92,11 @@ impl<T> Flights<T> {
         Some(carried)
     }
 
+    /// What is in flight, oldest first.
+    pub(super) fn iter(&self) -> impl Iterator<Item = &T> {
+        self.carried.iter()
+    }
+
     /// Gives up everything without dropping it: the device may still write there.
     pub(super) fn leak(&mut self) {
         std::mem::forget(std::mem::take(&mut self.carried));

@@ -53,7 +53,7 @@ pub use memory::{Access, Memory, MemoryRegion, ProtectionDomain};
 pub use port::{GidEntry, GidKind, LinkLayer, Mtu, PhysicalState, PortFacts, PortState};
 pub use post::{Landing, MAX_INLINE_BYTES, Post, Remote, Signal, Source};
 pub use prepared::PreparedQueuePair;
-pub use queue_pair::{QueuePair, QueuePairState};
+pub use queue_pair::{QueuePair, QueuePairState, Released};
 pub use receive::Received;
 pub use settings::{
     AckTimeout, Destination, LocalEnd, MinRnrTimer, Psn, QueuePairOptions, RemoteAccess, RemoteEnd,

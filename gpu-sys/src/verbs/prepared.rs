@@ -23,8 +23,8 @@ const HOP_LIMIT: u8 = 64;
 /// the queue pair: first what was in flight, then the receive buffers, then the queues it used.
 pub(super) struct Core<T> {
     pub(super) raw: NonNull<ffi::ibv_qp>,
-    /// Set by `destroy`, after which only `drop` follows.
-    destroyed: bool,
+    /// Whether `drop` has nothing left to do: the queue pair was destroyed or abandoned.
+    given_up: bool,
     pub(super) flights: Flights<T>,
     pub(super) receives: Option<Receives>,
     send: Reservation,
@@ -146,7 +146,7 @@ impl<T> Core<T> {
 impl<T> Core<T> {
     /// Destroys the queue pair, if it has not been; after a failure it is as it was.
     pub(super) fn destroy(&mut self) -> Result<(), VerbsError> {
-        if self.destroyed {
+        if self.given_up {
             return Ok(());
         }
         let table = &self.domain.context().library().table;
@@ -154,8 +154,21 @@ impl<T> Core<T> {
         let status = unsafe { (table.destroy_qp)(self.raw.as_ptr()) };
         let on = format_args!("queue pair {} of {}", self.number, self.device());
         check("ibv_destroy_qp", status, on)?;
-        self.destroyed = true;
+        self.given_up = true;
         Ok(())
+    }
+
+    /// Leaks the queue pair, which the device does not destroy, and everything that it may still use.
+    pub(super) fn abandon(&mut self) {
+        self.given_up = true;
+        self.flights.leak();
+        if let Some(receives) = self.receives.take() {
+            receives.leak();
+        }
+        // The queue pair lives on, and needs what it was made from.
+        self.send.keep();
+        self.recv.keep();
+        std::mem::forget(Arc::clone(&self.domain));
     }
 }
 
@@ -164,14 +177,7 @@ impl<T> Drop for Core<T> {
         if let Err(error) = self.destroy() {
             tracing::error!(%error, in_flight = self.flights.len(),
                 "the device may still write: what is in flight is leaked");
-            self.flights.leak();
-            if let Some(receives) = self.receives.take() {
-                receives.leak();
-            }
-            // The queue pair lives on, and needs what it was made from.
-            self.send.keep();
-            self.recv.keep();
-            std::mem::forget(Arc::clone(&self.domain));
+            self.abandon();
         }
     }
 }
@@ -214,9 +220,9 @@ impl<T> PreparedQueuePair<T> {
         let flights = Flights::new(serial, options.send_wr as usize);
         let domain = Arc::clone(domain);
         // From here on an early return destroys the queue pair.
-        let destroyed = false;
+        let given_up = false;
         let core =
-            Core { raw, destroyed, flights, receives, send, recv, domain, options, serial, number };
+            Core { raw, given_up, flights, receives, send, recv, domain, options, serial, number };
         core.initialise()?;
         Ok(Self { core, begun: false })
     }

@@ -46,6 +46,16 @@ pub enum QueuePairState {
     Other(u32),
 }
 
+/// What a request carried, once its queue pair has been given up ([`QueuePair::destroy`]).
+#[derive(Debug)]
+pub enum Released<'a, T> {
+    /// The queue pair is gone: the device does not touch this any more.
+    Free(T),
+    /// The queue pair could not be destroyed. The device may still write there, so this is leaked: it
+    /// is never dropped, and can be looked at this once.
+    Leaked(&'a T),
+}
+
 /// A connected queue pair, with requests that carry a `T` each.
 pub struct QueuePair<T> {
     core: Core<T>,
@@ -238,15 +248,18 @@ impl<T> QueuePair<T> {
 
     /// Destroys the queue pair: from success on, none of its requests touches memory any more, and
     /// nothing that the peer has under way through it does; what peers have under way through other
-    /// queue pairs goes on. `each` gets what was in flight, oldest first.
+    /// queue pairs goes on. `each` gets what was in flight, oldest first, in either case.
     ///
     /// # Errors
-    /// The device refuses, twice: what is in flight is leaked, since the device may still write
-    /// there.
-    pub fn destroy(mut self, mut each: impl FnMut(T)) -> Result<(), VerbsError> {
-        self.core.destroy()?;
+    /// The device refuses, twice: what is in flight is leaked ([`Released::Leaked`]).
+    pub fn destroy(mut self, mut each: impl FnMut(Released<'_, T>)) -> Result<(), VerbsError> {
+        if let Err(error) = self.core.destroy().or_else(|_| self.core.destroy()) {
+            self.core.flights.iter().for_each(|carried| each(Released::Leaked(carried)));
+            self.core.abandon();
+            return Err(error);
+        }
         while let Some(carried) = self.core.flights.pop() {
-            each(carried);
+            each(Released::Free(carried));
         }
         Ok(())
     }

@@ -12,7 +12,7 @@ use super::ffi::{ibv_qp_state, ibv_send_flags, ibv_wc_status as status};
 use super::{
     Access, AckTimeout, AsyncEvent, CompletionQueue, Completions, Context, Destination, GidKind,
     Landing, LocalEnd, Memory, MemoryRegion, MinRnrTimer, Mtu, Post, PreparedQueuePair,
-    ProtectionDomain, Psn, QueuePair, QueuePairOptions, QueuePairState, Received, Remote,
+    ProtectionDomain, Psn, QueuePair, QueuePairOptions, QueuePairState, Received, Released, Remote,
     RemoteAccess, RemoteEnd, Retries, SettleError, Signal, VerbsError, WorkError, WorkStatus,
 };
 

@@ -6,6 +6,9 @@ use std::mem::MaybeUninit;
 use super::super::ffi::{self, Table, Zeroed};
 use super::{Posted, state};
 
+/// What a registration's remote key has beyond its local one.
+const REMOTE_KEY: u32 = 0x100_0000;
+
 pub(super) const TABLE: Table = Table {
     device_list,
     free_device_list,
@@ -40,10 +43,7 @@ fn called(name: &'static str) -> c_int {
     if let Some(first) = state(|it| it.before.remove(name)) {
         first();
     }
-    state(|it| {
-        it.calls.push(name);
-        it.fail.get(name).copied().unwrap_or(0)
-    })
+    state(|it| it.called(name))
 }
 
 fn set_errno(number: c_int) {
@@ -119,6 +119,7 @@ extern "C" fn open_device(device: *mut ffi::ibv_device) -> *mut ffi::ibv_context
     context_ref.ops.post_send = Some(post_send);
     context_ref.ops.post_recv = Some(post_recv);
     context_ref.ops.poll_cq = Some(poll_cq);
+    context_ref.ops.req_notify_cq = Some(req_notify_cq);
     context
 }
 
@@ -137,6 +138,11 @@ fn device_of(context: *mut ffi::ibv_context) -> c_int {
 }
 
 extern "C" fn async_event(context: *mut ffi::ibv_context, event: *mut ffi::AsyncEvent) -> c_int {
+    let number = called("ibv_get_async_event");
+    if number != 0 {
+        set_errno(number);
+        return -1;
+    }
     let device = device_of(context);
     let next = state(|it| {
         let at = it.events.iter().position(|(whose, ..)| *whose == device)?;
@@ -196,7 +202,7 @@ extern "C" fn query_gid(
     }
     // SAFETY: the caller's pointer is to a live union.
     unsafe { into.write(gid) };
-    0
+    if called("ibv_query_gid") == 0 { 0 } else { -1 }
 }
 
 extern "C" fn alloc_pd(context: *mut ffi::ibv_context) -> *mut ffi::ibv_pd {
@@ -226,21 +232,42 @@ extern "C" fn reg_mr(
             it.keys += 1;
             it.keys
         });
-        (mr.addr, mr.length, mr.lkey, mr.rkey) = (addr, length, key, key | 0x100);
+        (mr.addr, mr.length, mr.lkey, mr.rkey) = (addr, length, key, key | REMOTE_KEY);
+        let address = addr.expose_provenance() as u64;
+        state(|it| it.regions.push((address, length, key | REMOTE_KEY, access)));
     }
     raw
 }
 
 extern "C" fn dereg_mr(mr: *mut ffi::ibv_mr) -> c_int {
-    freed("ibv_dereg_mr", mr)
+    // SAFETY: the caller's registration is live.
+    let rkey = unsafe { (*mr).rkey };
+    let status = freed("ibv_dereg_mr", mr);
+    if status == 0 {
+        state(|it| it.regions.retain(|(_, _, key, _)| *key != rkey));
+    }
+    status
 }
 
 extern "C" fn create_comp_channel(_: *mut ffi::ibv_context) -> *mut ffi::ibv_comp_channel {
-    made("ibv_create_comp_channel")
+    let raw = made::<ffi::ibv_comp_channel>("ibv_create_comp_channel");
+    // SAFETY: made above; zeros are a value of it.
+    if let Some(channel) = unsafe { raw.as_mut() } {
+        // SAFETY: no pointers are passed.
+        channel.fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
+    }
+    raw
 }
 
 extern "C" fn destroy_comp_channel(channel: *mut ffi::ibv_comp_channel) -> c_int {
-    freed("ibv_destroy_comp_channel", channel)
+    // SAFETY: the caller's channel is live.
+    let fd = unsafe { (*channel).fd };
+    let status = freed("ibv_destroy_comp_channel", channel);
+    if status == 0 {
+        // SAFETY: opened by `create_comp_channel`, and closed once.
+        unsafe { libc::close(fd) };
+    }
+    status
 }
 
 extern "C" fn create_cq(
@@ -267,8 +294,13 @@ extern "C" fn cq_event(
     _: *mut *mut ffi::ibv_cq,
     _: *mut *mut c_void,
 ) -> c_int {
-    set_errno(libc::EAGAIN);
+    let number = called("ibv_get_cq_event");
+    set_errno(if number == 0 { libc::EAGAIN } else { number });
     -1
+}
+
+unsafe extern "C" fn req_notify_cq(_: *mut ffi::ibv_cq, _: c_int) -> c_int {
+    called("ibv_req_notify_cq")
 }
 
 extern "C" fn ack_cq_events(_: *mut ffi::ibv_cq, _: c_uint) {
@@ -292,7 +324,11 @@ extern "C" fn create_qp(
     raw
 }
 
-extern "C" fn modify_qp(_: *mut ffi::ibv_qp, attributes: *mut ffi::ibv_qp_attr, _: c_int) -> c_int {
+extern "C" fn modify_qp(
+    pair: *mut ffi::ibv_qp,
+    attributes: *mut ffi::ibv_qp_attr,
+    _: c_int,
+) -> c_int {
     // SAFETY: the caller's pointer is to a live structure.
     let to = unsafe { (*attributes).qp_state };
     // A test may let one step fail.
@@ -302,7 +338,14 @@ extern "C" fn modify_qp(_: *mut ffi::ibv_qp, attributes: *mut ffi::ibv_qp_attr, 
         _ => "ibv_modify_qp",
     });
     if number == 0 {
-        state(|it| it.states.push(to));
+        // SAFETY: the caller's queue pair is live.
+        let queue_pair = unsafe { (*pair).qp_num };
+        state(|it| {
+            it.states.push(to);
+            if to == ffi::ibv_qp_state::IBV_QPS_ERR {
+                it.failed.push(queue_pair);
+            }
+        });
     }
     number
 }
@@ -347,7 +390,15 @@ unsafe extern "C" fn post_send(
         // SAFETY: the caller's queue pair is live.
         let queue_pair = unsafe { (*pair).qp_num };
         let posted = noted(queue_pair, request);
-        state(|it| it.posted.push(posted));
+        let message = (request.opcode == ffi::ibv_wr_opcode::IBV_WR_SEND).then(|| {
+            let from = std::ptr::with_exposed_provenance::<u8>(posted.local as usize);
+            // SAFETY: the message is where the caller's list says until this function returns.
+            unsafe { std::slice::from_raw_parts(from, posted.bytes) }.to_vec()
+        });
+        state(|it| {
+            it.posted.push(posted);
+            it.sent.extend(message.map(|message| (queue_pair, message)));
+        });
         (at, place) = (request.next, place + 1);
     }
     0
@@ -371,7 +422,7 @@ fn noted(queue_pair: u32, request: &ffi::ibv_send_wr) -> Posted {
 }
 
 unsafe extern "C" fn post_recv(
-    _: *mut ffi::ibv_qp,
+    pair: *mut ffi::ibv_qp,
     list: *mut ffi::ibv_recv_wr,
     _: *mut *mut ffi::ibv_recv_wr,
 ) -> c_int {
@@ -382,8 +433,13 @@ unsafe extern "C" fn post_recv(
     let pieces = unsafe { (*list).sg_list };
     // SAFETY: as above; there is a piece even where it is empty.
     let address = unsafe { (*pieces).addr };
+    // SAFETY: the caller's queue pair is live.
+    let queue_pair = unsafe { (*pair).qp_num };
     if number == 0 {
-        state(|it| it.receives.push((work, address)));
+        state(|it| {
+            it.receives.push((work, address));
+            it.waiting.push_back((queue_pair, work, address));
+        });
     }
     number
 }

@@ -216,21 +216,31 @@ fn a_destroyed_queue_pair_hands_back_what_was_in_flight_in_order() {
     bench.pair.post(&mut batch).unwrap();
     let Bench { pair, .. } = bench;
     let mut back = Vec::new();
-    pair.destroy(|flying| back.push((flying.at / 8, count("ibv_destroy_qp")))).unwrap();
+    let each = |released: Released<'_, Flying>| match released {
+        Released::Free(flying) => back.push((flying.at / 8, count("ibv_destroy_qp"))),
+        Released::Leaked(_) => panic!("the queue pair is gone"),
+    };
+    pair.destroy(each).unwrap();
     assert_eq!(back, [(0, 1), (1, 1), (2, 1)]);
     assert_eq!(count("ibv_destroy_qp"), 1);
 }
 
 #[test]
-fn a_queue_pair_that_cannot_be_destroyed_hands_nothing_back() {
+fn a_queue_pair_that_cannot_be_destroyed_shows_what_it_leaks() {
     let mut bench = Bench::new(16, 0);
     let mut batch = bench.reads(2, Signal::No);
     bench.pair.post(&mut batch).unwrap();
     let Bench { pair, region, memory, drops, .. } = bench;
     drop((region, memory));
     fail("ibv_destroy_qp", libc::EBUSY);
-    let error = pair.destroy(|_| panic!("the device may still write there")).unwrap_err();
+    let mut leaked = Vec::new();
+    let each = |released: Released<'_, Flying>| match released {
+        Released::Free(_) => panic!("the device may still write there"),
+        Released::Leaked(flying) => leaked.push(flying.at / 8),
+    };
+    let error = pair.destroy(each).unwrap_err();
     assert!(error.to_string().contains("ibv_destroy_qp on queue pair 7 of fake0"), "{error}");
+    assert_eq!((leaked, count("ibv_destroy_qp")), (vec![0, 1], 2));
     assert_eq!(drops.load(Ordering::Relaxed), 0);
 }
 
