@@ -57,14 +57,19 @@ struct Queue<J> {
 }
 
 impl<J: Job> Checker<J> {
+    /// One whose jobs are done by those who ask.
+    pub(crate) fn without_threads() -> Self {
+        let queue = Queue { jobs: VecDeque::with_capacity(ROOM), sleeping: 0, closing: false };
+        let shared = Arc::new(Shared { queue: Mutex::new(queue), bell: Condvar::new() });
+        Self { shared, threads: Vec::new() }
+    }
+
     /// Starts `threads` threads called `name`.
     ///
     /// # Errors
     /// The system gave no thread.
     pub(crate) fn start(name: &str, threads: u32) -> io::Result<Self> {
-        let queue = Queue { jobs: VecDeque::with_capacity(ROOM), sleeping: 0, closing: false };
-        let shared = Arc::new(Shared { queue: Mutex::new(queue), bell: Condvar::new() });
-        let mut checker = Self { shared, threads: Vec::new() };
+        let mut checker = Self::without_threads();
         for index in 0..threads {
             let shared = Arc::clone(&checker.shared);
             let thread = std::thread::Builder::new()

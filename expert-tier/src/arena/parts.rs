@@ -241,6 +241,21 @@ impl Part {
         self.0.tag
     }
 
+    /// Gives up the slot for good, since a device may write this part whenever it likes: the slot is
+    /// not given out again even when every part is gone. It is counted once, however many of its parts
+    /// are lost. The caller leaks the part, which keeps the arena's memory.
+    #[cfg(metrale_rdma_verbs)]
+    pub(crate) fn quarantine(&self) {
+        let hold = &self.0.hold;
+        let mut end = super::slot::lock(&hold.arena.leases[hold.slot as usize].end);
+        if !matches!(*end, LeaseEnd::Never) {
+            *end = LeaseEnd::Never;
+            // A holder that never leaves, so that no other is the last one.
+            hold.holders().join();
+            hold.arena.pool.quarantine(hold.slot);
+        }
+    }
+
     /// Which arena it is of.
     #[cfg(metrale_rdma_verbs)]
     pub(crate) fn arena_id(&self) -> ArenaId {

@@ -370,7 +370,7 @@ impl Hold {
 }
 
 /// A change of a lease's end is one assignment or one push, so a poisoned lock guards sound data.
-fn lock(end: &Mutex<LeaseEnd>) -> MutexGuard<'_, LeaseEnd> {
+pub(super) fn lock(end: &Mutex<LeaseEnd>) -> MutexGuard<'_, LeaseEnd> {
     end.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

@@ -37,8 +37,8 @@ pub(super) struct Call {
     pub(super) in_line: bool,
     /// Whether some of it was sent by the peer instead of being read.
     pub(super) was_pushed: bool,
-    /// Generation of the table that it was last read by.
-    pub(super) generation: u64,
+    /// Generation of the oldest table that a part of it was read by; `None` if none was read.
+    pub(super) generation: Option<u64>,
     pub(super) cancelled: bool,
     /// Its completion has been sent: its time was over while a NIC could still write.
     pub(super) told: bool,
@@ -57,7 +57,7 @@ impl Call {
     ) -> Self {
         let (attempts, back, out, way, in_line) = (1, Vec::new(), 0, Way::Read, false);
         let (cancelled, told, failed) = (false, false, None);
-        let (was_pushed, generation) = (false, 0);
+        let (was_pushed, generation) = (false, None);
         Self {
             ticket,
             identity,
@@ -80,6 +80,12 @@ impl Call {
 
     pub(super) fn key(&self) -> ExpertKey {
         self.identity.key
+    }
+
+    /// A part of it is read by a table of `generation`.
+    pub(super) fn was_read_by(&mut self, generation: u64) {
+        let oldest = self.generation.map_or(generation, |known| known.min(generation));
+        self.generation = Some(oldest);
     }
 
     /// Whether more of it is wanted.

@@ -16,11 +16,11 @@ use railset::table::CheckedTable;
 
 use super::call::Call;
 use super::devices::{Device, Devices};
-use super::grant::Granted;
+use super::grant::{Granted, NOT_REVOKED};
 use super::push::PushLane;
-use super::rail::Rail;
+use super::rail::{Leftover, Rail};
 use super::reports::Reports;
-use super::session::{Opened, PROBE_BYTES, Session};
+use super::session::{Opened, PROBE_BYTES, PROBES, Session};
 use super::state::{State, Todo};
 use super::{OpenError, VerbsOptions};
 use crate::account::Accounts;
@@ -52,6 +52,8 @@ pub(super) struct Desk {
     pub(super) wants_ring: AtomicBool,
     /// Whether a caller looks after the rails at the moment.
     driven: AtomicBool,
+    /// Whether a caller sleeps until a push has come.
+    sleeps: AtomicBool,
     reconnects: AtomicU64,
     pub(super) rejections: AtomicU64,
     /// What the peer is to be told.
@@ -78,12 +80,30 @@ pub(super) struct CheckPart {
 impl Job for CheckPart {
     fn run(self) {
         let call = self.part.tag();
-        // Nobody looks at bytes that a peer may still write. Where that cannot be ended, the part is
-        // lost, which its record shows when it is gathered.
-        if let Some(part) = self.part.revoke() {
-            part.landed().check();
+        // Nobody looks at bytes that a peer may still write.
+        match self.part.revoke() {
+            Some(part) => {
+                part.landed().check();
+                self.desk.part_done(call);
+            }
+            None => self.desk.part_lost(call, NOT_REVOKED),
         }
-        self.desk.part_done(call);
+    }
+}
+
+/// The right to do what one caller does at a time. It ends when this is dropped, so it ends with a
+/// caller that panics as well.
+pub(super) struct Turn<'a>(&'a AtomicBool);
+
+impl<'a> Turn<'a> {
+    fn take(taken: &'a AtomicBool) -> Option<Self> {
+        (!taken.swap(true, Ordering::Acquire)).then(|| Self(taken))
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Release);
     }
 }
 
@@ -95,7 +115,7 @@ impl Desk {
         manifest: Arc<Manifest>,
         devices: Devices,
     ) -> Result<Self, OpenError> {
-        let slabs = vec![SlabPlan { slot_bytes: PROBE_BYTES, slots: 1 }];
+        let slabs = vec![SlabPlan { slot_bytes: PROBE_BYTES, slots: PROBES }];
         let mut probe = ArenaOptions::with_slabs(slabs);
         (probe.cuda, probe.huge_pages) = (CudaUse::Off, HugePages::Off);
         let probe = ExpertArena::new(&probe)?;
@@ -116,6 +136,7 @@ impl Desk {
             awaits_peer: AtomicBool::new(false),
             wants_ring: AtomicBool::new(false),
             driven: AtomicBool::new(false),
+            sleeps: AtomicBool::new(false),
             reconnects: AtomicU64::new(0),
             rejections: AtomicU64::new(0),
             opened: Instant::now(),
@@ -363,8 +384,9 @@ impl Desk {
                 tracing::warn!(peer = %self.options.peer, rail, why, rails_left = left, "a rail is lost");
                 self.accounts.link_failed();
             }
-            let mut back = Vec::new();
-            rail.destroy(&mut back);
+            let Leftover { back, lost, why } = rail.destroy();
+            let why = why.unwrap_or_default();
+            lost.into_iter().for_each(|call| self.part_lost(call, &why));
             self.put_back(back);
         }
         left
@@ -413,13 +435,16 @@ impl Desk {
         self.driven.load(Ordering::Relaxed)
     }
 
-    /// Whether the caller is the one that looks after the rails, until it says otherwise.
-    pub(super) fn take_wheel(&self) -> bool {
-        !self.driven.swap(true, Ordering::Acquire)
+    /// Makes the caller the one that looks after the rails, until the guard is dropped. `None` while
+    /// another caller is.
+    pub(super) fn take_wheel(&self) -> Option<Turn<'_>> {
+        Turn::take(&self.driven)
     }
 
-    pub(super) fn leave_wheel(&self) {
-        self.driven.store(false, Ordering::Release);
+    /// Makes the caller the one that sleeps until a push has come, until the guard is dropped. `None`
+    /// while another caller is: two sleepers would take each other's wake-ups from the channels.
+    pub(super) fn take_sleep(&self) -> Option<Turn<'_>> {
+        Turn::take(&self.sleeps)
     }
 
     // ---- the end ----

@@ -23,6 +23,14 @@ impl Desk {
         self.finish_all(over);
     }
 
+    /// A part is lost: a device or a peer may still write it.
+    pub(super) fn part_lost(&self, id: u32, why: &str) {
+        let mut state = self.lock();
+        let over = state.part_lost(id, &self.options.peer, why);
+        drop(state);
+        self.finish_all(over);
+    }
+
     pub(super) fn finish_all(&self, calls: impl IntoIterator<Item = Call>) {
         calls.into_iter().for_each(|call| self.finish(call));
     }
@@ -39,13 +47,12 @@ impl Desk {
             Outcome::Failed(FetchFailure { error: Box::new(error), slot })
         };
         let outcome = match gathered {
-            // A part was lost with its queue pair: a device may still write to the slot.
+            // A part was lost: the slot is quarantined.
             Err(_quarantined) => {
-                let reason = "a device may still write to its slot: what was reading it could not be \
-                              destroyed, or the peer's right to write it not be revoked";
-                let reason = reason.into();
                 let peer = self.options.peer.clone();
-                fail(FetchError::Unreachable { key, peer, reason, attempts }, None)
+                let reason = "a device may still write to its slot".into();
+                let unknown = FetchError::Unreachable { key, peer, reason, attempts };
+                fail(call.failed.unwrap_or(unknown), None)
             }
             Ok(slot) if call.told => return drop(slot),
             Ok(slot) if call.cancelled => fail(FetchError::Cancelled { key }, Some(slot.abandon())),
@@ -64,9 +71,8 @@ impl Desk {
                     #[cfg(feature = "unverified")]
                     Judged::Unchecked(unchecked) => Outcome::Unchecked(unchecked),
                     Judged::Rejected(rejected) => {
-                        let by_generation = (!was_pushed).then_some(generation);
                         let call = Again { ticket, identity, queue, submitted, attempts };
-                        return self.reject(layer_index, call, rejected, by_generation);
+                        return self.reject(layer_index, call, rejected, generation);
                     }
                 },
             },
@@ -77,8 +83,8 @@ impl Desk {
         }
     }
 
-    /// Fetches the record once more, while it has attempts left. `by_generation` is of the table that
-    /// it was read by, if it was not pushed.
+    /// Fetches the record once more, while it has attempts left. `by_generation` is of the oldest table
+    /// that a part of it was read by, if any was.
     ///
     /// Bytes that were read and were not the record's may be those of another that has moved there
     /// meanwhile, of which the table that comes next tells; so the peer is asked to send them. Where

@@ -9,6 +9,9 @@ use railset::push::Window;
 use super::devices::Device;
 use crate::arena::Part;
 
+/// Why a part is lost whose grant cannot be ended.
+pub(super) const NOT_REVOKED: &str = "the peer's right to write it could not be revoked";
+
 /// A part, and what lets the peer write to it.
 pub(super) struct Granted {
     grant: Option<MemoryRegion>,
@@ -66,6 +69,7 @@ impl Granted {
             Ok(()) => Some(part),
             Err(error) => {
                 tracing::error!(%error, "a peer's right to write cannot be revoked: a slot is lost");
+                part.quarantine();
                 std::mem::forget(part);
                 None
             }

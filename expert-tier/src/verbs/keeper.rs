@@ -206,5 +206,8 @@ fn try_once(
 }
 
 #[cfg(test)]
+#[path = "chaos_tests.rs"]
+mod chaos;
+#[cfg(test)]
 #[path = "keeper_tests.rs"]
 mod tests;

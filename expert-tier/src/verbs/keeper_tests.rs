@@ -10,13 +10,16 @@ use railset::handshake::BringUp;
 use railset::handshake::client::Create;
 use railset::message::{OfferedRail, Psn, Qpn, QueuePairEnd};
 use railset::pairing::RailPair;
-use railset::table::{Column, LayerShape, LayerTable, Table};
+use railset::table::{CheckedTable, Column, LayerShape, LayerTable, Table};
 
 use super::super::VerbsOptions;
 use super::super::devices::Devices;
+use super::super::grant::Granted;
 use super::super::rail::PreparedRail;
+use super::super::state::Todo;
 use super::*;
 use crate::arena::ExpertArena;
+use crate::checker::{Checker, Job};
 use crate::key::ExpertKey;
 use crate::testing::{TestStore, small_arena};
 use crate::tier::{CompletionQueue, FetchRequest};
@@ -32,9 +35,10 @@ struct Bench {
     checker: PartChecker,
     arena: ExpertArena,
     queue: CompletionQueue,
+    table: Arc<CheckedTable>,
 }
 
-fn spec(device: &str, rail: u8) -> RailSpec {
+pub(super) fn spec(device: &str, rail: u8) -> RailSpec {
     RailSpec {
         device: device.into(),
         node_guid: rail.into(),
@@ -52,7 +56,7 @@ fn spec(device: &str, rail: u8) -> RailSpec {
     }
 }
 
-fn pair(local: &RailSpec) -> RailPair {
+pub(super) fn pair(local: &RailSpec) -> RailPair {
     let offered = OfferedRail {
         index: 0,
         device: "peer".into(),
@@ -106,7 +110,14 @@ impl Bench {
         }
         let checker = PartChecker::start("check", 0).expect("no threads");
         let (arena, queue) = (small_arena(EXPERTS), CompletionQueue::new());
-        Self { store, desk, checker, arena, queue }
+        Self { store, desk, checker, arena, queue, table }
+    }
+
+    /// A connected rail on `device` that knows where the records are.
+    fn rail(&self, device: &str, slot: usize) -> Rail {
+        let mut rail = rail(&self.desk, device, slot);
+        rail.use_table(Arc::clone(&self.table));
+        rail
     }
 
     fn submit(&self, experts: std::ops::Range<u32>) {
@@ -118,10 +129,10 @@ impl Bench {
         self.desk.ring();
     }
 
+    /// What the keeper does where no caller looks after the rails, and no more.
     fn drive(&self) {
         self.desk.drive(&self.checker);
         while self.checker.help() {}
-        self.desk.ring();
     }
 
     /// Device and end of each rail.
@@ -195,6 +206,130 @@ fn a_device_that_fails_takes_its_own_rails_and_no_fetch() {
     fake::bring("fake1");
     bench.drive();
     bench.take_right(1);
+}
+
+#[test]
+fn parts_that_one_device_refuses_are_posted_on_the_other_at_once() {
+    let bench = Bench::new(&["fake0", "fake1"]);
+    fake::fail_times("ibv_post_send", 12, 1);
+    bench.submit(0..2);
+    let ended = bench.ends().iter().filter(|(_, end)| end.is_some()).count();
+    assert_eq!(ended, 1, "{:?}", bench.ends());
+    let all: usize = ["fake0", "fake1"].map(|it| fake::flying(it).len()).iter().sum();
+    assert_eq!(all, 6, "every part of two records flies");
+    fake::bring("fake0");
+    fake::bring("fake1");
+    bench.drive();
+    bench.take_right(2);
+}
+
+#[test]
+fn parts_that_every_device_refuses_wait_in_line_for_the_next_rail() {
+    let bench = Bench::new(&["fake0", "fake1"]);
+    fake::fail("ibv_post_send", 12);
+    bench.submit(0..1);
+    fake::fail("ibv_post_send", 0);
+    assert!(bench.ends().iter().all(|(_, end)| end.is_some()), "{:?}", bench.ends());
+    assert_eq!(bench.desk.reap(), 0);
+    bench.desk.lock().rails.push(bench.rail("fake0", 0));
+    bench.desk.ring();
+    fake::bring("fake0");
+    bench.drive();
+    bench.take_right(1);
+}
+
+#[test]
+fn requests_whose_queue_pair_cannot_be_destroyed_end_at_once_and_their_slots_are_counted() {
+    let bench = Bench::with_drain(&["fake0"], Duration::ZERO);
+    bench.submit(0..2);
+    assert_eq!(bench.arena.counts().out(), 2);
+    fake::fail("ibv_destroy_qp", 16);
+    bench.desk.end_rails_where(|_| true, "a test ends it");
+    assert_eq!(bench.desk.reap(), 0);
+    for _ in 0..2 {
+        let came = bench.queue.pop(Duration::ZERO).expect("a completion");
+        let failure = came.outcome.expect_err("its slot is lost");
+        let text = failure.error.to_string();
+        assert!(text.contains("ibv_destroy_qp on queue pair"), "{text}");
+        assert!(failure.slot.is_none(), "a device may still write there");
+    }
+    let counts = bench.arena.counts();
+    assert_eq!((counts.quarantined, counts.out()), (2, 0), "each slot once, of three parts");
+}
+
+/// A part that a checking thread has, and does not get done with before it is told to.
+struct Held {
+    part: Granted,
+    desk: Arc<Desk>,
+    begins: mpsc::Sender<()>,
+    may_end: mpsc::Receiver<()>,
+}
+
+impl Job for Held {
+    fn run(self) {
+        let call = self.part.tag();
+        self.begins.send(()).expect("the test waits");
+        self.may_end.recv_timeout(HELD_BOUND).expect("the test says so");
+        self.part.revoke().expect("nobody may write it").landed().check();
+        self.desk.part_done(call);
+    }
+}
+
+/// Longest wait for the test's other thread; only a failing test waits as long.
+const HELD_BOUND: Duration = Duration::from_secs(10);
+
+#[test]
+fn a_request_whose_part_is_being_checked_when_the_backend_closes_gets_its_slot_back() {
+    let bench = Bench::new(&["fake0"]);
+    let Bench { desk, queue, arena, .. } = &bench;
+    let checker = Checker::start("check", 1).expect("a thread");
+    let (begins, has_begun) = mpsc::channel();
+    let (says, may_end) = mpsc::channel();
+    bench.submit(0..1);
+    fake::bring("fake0");
+    let (mut landed, mut todo) = (Vec::new(), Todo::default());
+    desk.lock().look(&desk.options, &mut todo, |part| landed.push(part));
+    let part = landed.remove(0);
+    checker.push(Held { part, desk: Arc::clone(desk), begins, may_end });
+    for part in landed {
+        let call = part.tag();
+        drop(part);
+        desk.part_done(call);
+    }
+    has_begun.recv_timeout(HELD_BOUND).expect("a thread has the part");
+    desk.close();
+    std::thread::scope(|scope| {
+        scope.spawn(|| super::super::finish(desk, Arc::new(checker)));
+        let early = queue.pop(Duration::from_millis(100));
+        says.send(()).expect("the thread waits");
+        assert!(early.is_none(), "it ended while its part was being checked: {early:?}");
+    });
+    let came = queue.pop(Duration::ZERO).expect("a completion");
+    let failure = came.outcome.expect_err("two of its parts were dropped");
+    assert!(failure.slot.is_some(), "nothing writes there any more: {failure:?}");
+    drop(failure);
+    assert_eq!(arena.counts().free, arena.counts().total);
+}
+
+#[test]
+fn a_caller_that_panics_leaves_the_rails_to_the_next() {
+    let bench = Bench::new(&["fake0"]);
+    let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        let _wheel = bench.desk.take_wheel().expect("nobody else has it");
+        assert!(bench.desk.is_driven());
+        panic!("as a caller's queue might");
+    }));
+    assert!(panicked.is_err() && !bench.desk.is_driven());
+    assert!(bench.desk.take_wheel().is_some());
+}
+
+#[test]
+fn one_caller_at_a_time_sleeps_for_pushes() {
+    let bench = Bench::new(&["fake0"]);
+    let sleeper = bench.desk.take_sleep().expect("nobody else sleeps");
+    assert!(bench.desk.take_sleep().is_none(), "it would take the other's wake-up");
+    drop(sleeper);
+    assert!(bench.desk.take_sleep().is_some());
 }
 
 #[test]

@@ -51,7 +51,7 @@ use railset::handshake::client::Carry;
 use railset::pairing::{DualRail, RailWishes};
 
 use crate::arena::{ArenaError, ExpertArena};
-use crate::checker::{Checker, MAX_CHECK_THREADS, default_check_threads};
+use crate::checker::{Checker, Job, MAX_CHECK_THREADS, default_check_threads};
 use crate::fingerprint::Fingerprint;
 use crate::store::manifest::Manifest;
 use crate::tcp::{DialError, Dialler};
@@ -71,6 +71,8 @@ const TURN: Duration = Duration::from_micros(200);
 const PUSH_SPIN: Duration = Duration::from_micros(20);
 /// Longest such sleep: READs that others post meanwhile are theirs to look after.
 const PUSH_NAP: Duration = Duration::from_millis(5);
+/// How long a caller leaves sleeping for pushes to another before it looks whether that one still does.
+const PUSH_TURN: Duration = Duration::from_millis(1);
 /// Between two looks at the rails by a caller that has looked all the time for `spin`.
 const NAP: Duration = Duration::from_micros(50);
 
@@ -350,19 +352,35 @@ impl VerbsTier {
                 {
                     return Some(popped);
                 }
-            } else if self.desk.take_wheel() {
+            } else if let Some(wheel) = self.desk.take_wheel() {
                 let popped = self.drive_until(started, until, || pop(queue, Duration::ZERO));
-                self.desk.leave_wheel();
+                drop(wheel);
+                let popped = popped.or_else(|| self.nap_for_push(left, &pop, queue));
                 if popped.is_some() {
                     return popped;
-                }
-                if self.desk.awaits_peer() {
-                    self.desk.sleep_until_pushed(&self.checker, left.min(PUSH_NAP));
                 }
             } else if let Some(popped) = pop(queue, left.min(TURN)) {
                 return Some(popped);
             }
         }
+    }
+
+    /// Where all that flies waits for the peer's disk, waits until a push comes. Whoever sleeps wakes
+    /// those that wait for their own queues, by what it puts there.
+    fn nap_for_push<T>(
+        &self,
+        left: Duration,
+        pop: impl Fn(&CompletionQueue, Duration) -> Option<T>,
+        queue: &CompletionQueue,
+    ) -> Option<T> {
+        if !self.desk.awaits_peer() {
+            return None;
+        }
+        let Some(_sleeper) = self.desk.take_sleep() else {
+            return pop(queue, left.min(PUSH_TURN));
+        };
+        self.desk.sleep_until_pushed(&self.checker, left.min(PUSH_NAP));
+        None
     }
 
     /// Looks after the rails until `pop` brings something, nothing flies but what the peer has yet to
@@ -401,6 +419,15 @@ impl VerbsTier {
     }
 }
 
+/// Ends every request of a backend that has no rail and no thread but those of `checker`, which is the
+/// last handle on it.
+fn finish<J: Job>(desk: &Desk, checker: Arc<Checker<J>>) {
+    while checker.help() {}
+    // Waits for the checking threads: the parts that they have keep their requests' slots.
+    drop(checker);
+    desk.fail_all();
+}
+
 impl Drop for VerbsTier {
     fn drop(&mut self) {
         self.desk.close();
@@ -409,8 +436,8 @@ impl Drop for VerbsTier {
                 tracing::error!("a thread that kept the rails had panicked");
             }
         }
-        while self.checker.help() {}
-        self.desk.fail_all();
+        let idle = Arc::new(Checker::without_threads());
+        finish(&self.desk, std::mem::replace(&mut self.checker, idle));
     }
 }
 
@@ -449,11 +476,8 @@ impl ExpertTier for VerbsTier {
         }
         // A device that is a program may do all of the reading while it is told of it; the keeper
         // need not look after the rails meanwhile.
-        let mine = self.desk.take_wheel();
+        let _mine = self.desk.take_wheel();
         self.desk.ring();
-        if mine {
-            self.desk.leave_wheel();
-        }
     }
 
     fn cancel(&self, ticket: Ticket) {

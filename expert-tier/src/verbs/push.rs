@@ -17,7 +17,8 @@ use std::time::{Duration, Instant};
 
 use gpu_sys::verbs::{
     CompletionChannel, CompletionQueue, Completions, Post, PreparedQueuePair, QueuePair,
-    QueuePairOptions, Remote, RemoteAccess, Signal, VerbsError, WorkCompletion, WorkError,
+    QueuePairOptions, Released, Remote, RemoteAccess, Signal, VerbsError, WorkCompletion,
+    WorkError,
 };
 use railset::choose::RailSpec;
 use railset::driver;
@@ -27,6 +28,7 @@ use railset::push::{Fetch, PushRequest, PushStatus, RECEIPT_BYTES, Receipt, Wind
 
 use super::devices::Device;
 use super::grant::Granted;
+use super::rail::Leftover;
 use super::rate::Rate;
 use crate::arena::Part;
 use crate::key::ExpertKey;
@@ -456,10 +458,15 @@ impl PushLane {
         self.staged.is_empty() && self.under_way() == 0
     }
 
-    /// Destroys the queue pair; parts that were being READ go to `back`.
-    pub(super) fn destroy(self, back: &mut Vec<Part>) {
-        if let Err(error) = self.pair.destroy(|part| back.extend(part)) {
-            tracing::error!(%error, "a queue pair cannot be destroyed: what it reads is lost");
+    /// Destroys the queue pair; parts that were being READ go to `left`.
+    pub(super) fn destroy(self, left: &mut Leftover) {
+        let destroyed = self.pair.destroy(|carried| match carried {
+            Released::Free(Some(part)) => left.take(Released::Free(part)),
+            Released::Leaked(Some(part)) => left.take(Released::Leaked(part)),
+            Released::Free(None) | Released::Leaked(None) => {}
+        });
+        if let Err(error) = destroyed {
+            left.failed(&error);
         }
     }
 }

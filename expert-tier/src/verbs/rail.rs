@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use gpu_sys::verbs::{
     CompletionQueue, Completions, MemoryRegion, Post, PreparedQueuePair, QueuePair,
-    QueuePairOptions, Remote, RemoteAccess, Signal, VerbsError, WorkError,
+    QueuePairOptions, Released, Remote, RemoteAccess, Signal, VerbsError, WorkError,
 };
 use railset::choose::RailSpec;
 use railset::driver;
@@ -71,6 +71,35 @@ pub(super) struct Rail {
     rate: Rate,
     /// For what the peer does not have in memory.
     pub(super) push: Option<PushLane>,
+}
+
+/// The parts that were in flight on queue pairs that were given up.
+#[derive(Default)]
+pub(super) struct Leftover {
+    /// Parts that the device does not write any more.
+    pub(super) back: Vec<Part>,
+    /// Tags of the parts that the device may still write: their queue pair could not be destroyed. The
+    /// parts are leaked, and their slots are quarantined.
+    pub(super) lost: Vec<u32>,
+    /// Why the first queue pair could not be destroyed.
+    pub(super) why: Option<String>,
+}
+
+impl Leftover {
+    pub(super) fn take(&mut self, part: Released<'_, Part>) {
+        match part {
+            Released::Free(part) => self.back.push(part),
+            Released::Leaked(part) => {
+                part.quarantine();
+                self.lost.push(part.tag());
+            }
+        }
+    }
+
+    pub(super) fn failed(&mut self, error: &VerbsError) {
+        tracing::error!(%error, "a queue pair cannot be destroyed: what it reads is lost");
+        self.why.get_or_insert_with(|| error.to_string());
+    }
 }
 
 struct Lane {
@@ -441,18 +470,19 @@ impl Rail {
         self.reads_in_flight() == 0 && self.push.as_ref().is_none_or(PushLane::is_empty)
     }
 
-    /// Destroys the queue pairs, after which the device writes nothing of theirs any more; parts
-    /// that were still in flight go to `back`. Where the device refuses, they are lost, and so are
-    /// their slots: it may still write there.
-    pub(super) fn destroy(self, back: &mut Vec<Part>) {
+    /// Destroys the queue pairs, after which the device writes nothing of theirs any more, and
+    /// returns the parts that were still in flight.
+    pub(super) fn destroy(self) -> Leftover {
+        let mut left = Leftover::default();
         for lane in self.lanes {
-            back.extend(lane.picked.into_iter().map(|(part, _)| part));
-            if let Err(error) = lane.pair.destroy(|part| back.push(part)) {
-                tracing::error!(%error, "a queue pair cannot be destroyed: what it reads is lost");
+            left.back.extend(lane.picked.into_iter().map(|(part, _)| part));
+            if let Err(error) = lane.pair.destroy(|part| left.take(part)) {
+                left.failed(&error);
             }
         }
         if let Some(lane) = self.push {
-            lane.destroy(back);
+            lane.destroy(&mut left);
         }
+        left
     }
 }

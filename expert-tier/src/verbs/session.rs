@@ -40,6 +40,9 @@ const MAX_FRAME_BYTES: u64 = 64 << 20;
 /// Most bytes that a new rail is tried with: more than one packet, so that a path that drops large
 /// ones is found out.
 pub(super) const PROBE_BYTES: u64 = 8192;
+/// Slots to try new rails with. One is used at a time; a slot whose queue pair cannot be destroyed is
+/// lost, and must not keep every later rail from being tried.
+pub(super) const PROBES: u32 = 8;
 
 /// Control connections that are listened to at once: two rails, and those that they replace.
 const MAX_HEARD: usize = 4;
@@ -107,7 +110,11 @@ pub(super) fn open(
     let mut opened = opening.run(first)?;
     let pair = opening.machine.rails().first().map(|rail| &rail.pair);
     let why = pair.map(|pair| pair.local.explanation.routed);
-    try_out(desk, &mut opened, why)?;
+    if let Err(error) = try_out(desk, &mut opened, why) {
+        // What is lost with it is a probe, which no call waits for.
+        drop(opened.destroy());
+        return Err(error);
+    }
     if let Some(pair) = pair {
         tracing::info!(peer = %options.peer, slot, "rail {pair}");
     }

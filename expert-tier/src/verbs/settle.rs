@@ -10,7 +10,7 @@ use railset::message::Transfer;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::desk::{Desk, PartChecker};
-use super::grant::Granted;
+use super::grant::{Granted, NOT_REVOKED};
 use super::pushes::Order;
 use super::state::Todo;
 use crate::arena::Part;
@@ -29,8 +29,7 @@ impl Desk {
             let call = granted.tag();
             match granted.revoke() {
                 Some(part) => back.push(part),
-                // It is gone for good, as far as its call goes.
-                None => self.part_done(call),
+                None => self.part_lost(call, NOT_REVOKED),
             }
         }
         for order in orders {
@@ -51,7 +50,7 @@ impl Desk {
                 let refused = self.lock().post_push(rail, key, granted).err()?;
                 let call = refused.tag();
                 refused.revoke().or_else(|| {
-                    self.part_done(call);
+                    self.part_lost(call, NOT_REVOKED);
                     None
                 })
             }

@@ -122,6 +122,18 @@ impl State {
         self.take_if_over(id)
     }
 
+    /// A part of call `id` is lost: a device or a peer may still write it, so nothing more of its record
+    /// is fetched. The call comes back if this was the last of it.
+    pub(super) fn part_lost(&mut self, id: u32, peer: &str, why: &str) -> Option<Call> {
+        if let Some(call) = self.calls.find(id) {
+            let (key, attempts) = (call.key(), call.attempts);
+            let reason = format!("a device may still write to its slot: {why}");
+            let peer = peer.to_owned();
+            call.failed.get_or_insert(FetchError::Unreachable { key, peer, reason, attempts });
+        }
+        self.part_done(id)
+    }
+
     /// A part has not landed: it is to be read again, if its record is still wanted. The call comes
     /// back if it is not, and this was the last of it.
     pub(super) fn came_back(&mut self, part: Part) -> Option<Call> {
@@ -152,8 +164,19 @@ impl State {
         self.calls.take(id)
     }
 
-    /// Posts parts of the calls in line, as far as the rails have room, each rail's in one go.
+    /// Posts parts of the calls in line, as far as the rails have room, each rail's in one go. What a
+    /// device refuses goes to the other rails at once: nobody else would post it.
     pub(super) fn ring(&mut self, options: &VerbsOptions, todo: &mut Todo) {
+        // A rail that refuses something ends, so each round has one rail fewer to post on.
+        for _ in 0..=self.rails.len() {
+            self.pick(options, todo);
+            if !self.post_picked(todo) {
+                return;
+            }
+        }
+    }
+
+    fn pick(&mut self, options: &VerbsOptions, todo: &mut Todo) {
         self.pick_all(Way::Read, todo, |state, id, _| state.pick_read(id));
         let moved =
             self.pick_all(Way::Push, todo, |state, id, todo| state.pick_push(id, options, todo));
@@ -161,14 +184,20 @@ impl State {
             // Nobody else would look at them.
             self.pick_all(Way::Read, todo, |state, id, _| state.pick_read(id));
         }
+    }
+
+    /// Posts what was picked. Returns whether a device refused some of it, which is in line again.
+    fn post_picked(&mut self, todo: &mut Todo) -> bool {
         let mut back = std::mem::take(&mut self.back);
         for rail in &mut self.rails {
             rail.ring(&mut back);
         }
+        let was_refused = !back.is_empty();
         for part in back.drain(..) {
             todo.over.extend(self.came_back(part));
         }
         self.back = back;
+        was_refused
     }
 
     /// Has `pick` take parts of the calls in a line, as long as there is room for them; says whether
@@ -221,7 +250,7 @@ impl State {
             call.way = Way::Push;
             return Picked::OtherWay(Way::Push);
         };
-        call.generation = rail.generation();
+        call.was_read_by(rail.generation());
         let Some(part) = call.next_part(PIECE_BYTES as usize) else { return Picked::Nothing };
         // No overflow: a checked table's places hold whole records below the end of the address
         // space.
