@@ -89,6 +89,81 @@ fn one_signal_ends_a_batch_of_32() {
 
 #[test]
 #[ignore = "needs an RDMA device: scripts/soft-roce"]
+fn a_queue_pair_allows_what_it_was_made_to_allow() {
+    for access in RemoteAccess::ALL {
+        let pair = Pair::connect(16, 0, access);
+        assert_eq!(pair.far.queue_pair.remote_access().unwrap(), access);
+        assert_eq!(pair.near.queue_pair.remote_access().unwrap(), RemoteAccess::None);
+    }
+}
+
+/// Posts a READ or a WRITE of the first bytes of `region`; says how it ended.
+fn attempt(pair: &mut Pair, region: &MemoryRegion, write: bool) -> Result<(), WorkStatus> {
+    let mine = pages(CHUNK);
+    mine.fill(0xee);
+    let local = pair.near.register(&mine, Access::LocalWrite);
+    let (block, remote) = (Block::new(&mine, 0, CHUNK), remote_at(region, 0));
+    let post = match write {
+        true => Post::write(block, &local, remote, Signal::Yes),
+        false => Post::read(block, &local, remote, Signal::Yes),
+    };
+    assert_eq!(pair.near.queue_pair.post(&mut vec![post.unwrap()]).unwrap(), 1);
+    pair.near.drain(DEADLINE)[0].1.map_err(|error| error.status)
+}
+
+/// Queue pair and registration each have their say; here the queue pair allows everything.
+#[test]
+#[ignore = "needs an RDMA device: scripts/soft-roce"]
+fn a_registration_alone_refuses_what_it_does_not_allow() {
+    let all = [Access::LocalRead, Access::LocalWrite, Access::RemoteRead, Access::RemoteWrite];
+    for access in all {
+        for write in [false, true] {
+            let mut pair = Pair::connect(16, 0, RemoteAccess::ReadWrite);
+            let theirs = pages(CHUNK);
+            theirs.fill(0x5a);
+            let region = pair.far.register(&theirs, access);
+            let allowed = match access {
+                Access::LocalRead | Access::LocalWrite => false,
+                Access::RemoteRead => !write,
+                Access::RemoteWrite => write,
+            };
+            let expected = if allowed { Ok(()) } else { Err(WorkStatus::RemoteAccess) };
+            let ended = attempt(&mut pair, &region, write);
+            assert_eq!(ended, expected, "{access:?}, a WRITE: {write}");
+            region.deregister().unwrap();
+            let left = if allowed && write { 0xee } else { 0x5a };
+            assert!(theirs.bytes(0, CHUNK).iter().all(|byte| *byte == left), "{access:?}");
+        }
+    }
+}
+
+/// The other way round: the registration allows a WRITE. What tests of whole systems go by: this
+/// device names the two refusals differently.
+#[test]
+#[ignore = "needs an RDMA device: scripts/soft-roce"]
+fn a_queue_pair_alone_refuses_what_it_does_not_allow() {
+    for access in RemoteAccess::ALL {
+        for write in [false, true] {
+            let mut pair = Pair::connect(16, 0, access);
+            let theirs = pages(CHUNK);
+            theirs.fill(0x5a);
+            let how = if write { Access::RemoteWrite } else { Access::RemoteRead };
+            let region = pair.far.register(&theirs, how);
+            let allowed = match access {
+                RemoteAccess::None => false,
+                RemoteAccess::Read => !write,
+                RemoteAccess::Write => write,
+                RemoteAccess::ReadWrite => true,
+            };
+            let expected = if allowed { Ok(()) } else { Err(WorkStatus::RemoteInvalidRequest) };
+            let ended = attempt(&mut pair, &region, write);
+            assert_eq!(ended, expected, "{access:?}, a WRITE: {write}");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs an RDMA device: scripts/soft-roce"]
 fn a_failed_queue_pair_gives_every_buffer_back() {
     let mut pair = Pair::connect(64, 0, RemoteAccess::Read);
     let theirs = pages(CHUNK);

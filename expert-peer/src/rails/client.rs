@@ -165,3 +165,7 @@ impl RailClient {
         Ok(end)
     }
 }
+
+#[cfg(test)]
+#[path = "client_tests.rs"]
+mod tests;

@@ -324,8 +324,7 @@ fn register(
     let bytes = plan.bytes() as usize;
     let register_with = |device: &Served| {
         let started = Instant::now();
-        let memory: Arc<dyn Memory> = Arc::clone(pages) as Arc<dyn Memory>;
-        let region = MemoryRegion::register(&device.domain, memory, 0..bytes, Access::RemoteRead)?;
+        let region = publish(&device.domain, Arc::clone(pages) as Arc<dyn Memory>, bytes)?;
         tracing::info!(device = device.context.name(), region = %Bytes(bytes as u64),
             ms = started.elapsed().as_millis(), "registered for remote reading");
         Ok(region)
@@ -340,4 +339,13 @@ fn register(
         });
         joined.collect()
     })
+}
+
+/// Registers memory so that clients may read it, and nobody may write.
+fn publish(
+    domain: &Arc<ProtectionDomain>,
+    memory: Arc<dyn Memory>,
+    bytes: usize,
+) -> Result<MemoryRegion, VerbsError> {
+    MemoryRegion::register(domain, memory, 0..bytes, Access::RemoteRead)
 }

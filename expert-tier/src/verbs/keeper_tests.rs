@@ -8,9 +8,9 @@ use railset::choose::{Address, Choice, Explanation, RailSpec, Routed, Wish};
 use railset::facts::{Gid, LinkLayer, Mtu};
 use railset::handshake::BringUp;
 use railset::handshake::client::Create;
-use railset::message::{OfferedRail, Psn, Qpn, QueuePairEnd};
+use railset::message::{OfferedRail, Psn, Qpn, QueuePairEnd, SpillTerms, Transfer};
 use railset::pairing::RailPair;
-use railset::table::{CheckedTable, Column, LayerShape, LayerTable, Table};
+use railset::table::{CheckedTable, Column, LayerShape, LayerTable, SPILLED, Table};
 
 use super::super::VerbsOptions;
 use super::super::devices::Devices;
@@ -77,14 +77,20 @@ pub(super) fn pair(local: &RailSpec) -> RailPair {
 impl Bench {
     /// One rail for each of `devices`.
     fn new(devices: &[&str]) -> Self {
-        Self::with_drain(devices, Duration::from_secs(1))
+        Self::with_options(devices, |_| ())
     }
 
     fn with_drain(devices: &[&str], drain: Duration) -> Self {
+        Self::with_options(devices, |options| options.drain = drain)
+    }
+
+    fn with_options(devices: &[&str], change: impl FnOnce(&mut VerbsOptions)) -> Self {
         let store = TestStore::new(1, EXPERTS, &[700_001], 91);
         let open = store.open();
         let manifest = Arc::clone(open.manifest());
-        let options = VerbsOptions { check_threads: 0, drain, ..VerbsOptions::new("peer") };
+        let drain = Duration::from_secs(1);
+        let mut options = VerbsOptions { check_threads: 0, drain, ..VerbsOptions::new("peer") };
+        change(&mut options);
         let known = Devices::of(fake::library(Path::new("/absent")));
         let desk = Arc::new(Desk::new(options, manifest, known).expect("a desk"));
         let record_bytes = desk.manifest.layout().layers()[0].record_bytes();
@@ -94,15 +100,7 @@ impl Bench {
             let out = &mut bytes[at..at + usize::try_from(record_bytes).expect("a small record")];
             open.read_at(ExpertKey::new(0, expert), 0, out).expect("a record");
         }
-        let layer = LayerTable {
-            layer: 0,
-            slot_stride: STRIDE as u64,
-            columns: vec![Column { base: fake::publish(bytes), rkey: 1 }],
-            slots: (0..EXPERTS).collect(),
-        };
-        let shape = LayerShape { layer: 0, experts: EXPERTS, record_bytes };
-        let table = Table::new(1, vec![layer]).expect("a table");
-        let table = Arc::new(table.check(&[shape], 1).expect("of this store"));
+        let table = table(fake::publish(bytes), (0..EXPERTS).collect(), record_bytes);
         for (slot, device) in devices.iter().enumerate() {
             let mut rail = rail(&desk, device, slot);
             rail.use_table(Arc::clone(&table));
@@ -153,10 +151,25 @@ impl Bench {
     }
 }
 
+/// The table of a peer whose memory begins at `base`; `slots` says where in it each expert is.
+fn table(base: u64, slots: Vec<u32>, record_bytes: u64) -> Arc<CheckedTable> {
+    let columns = vec![Column { base, rkey: 1 }];
+    let layer = LayerTable { layer: 0, slot_stride: STRIDE as u64, columns, slots };
+    let shape = LayerShape { layer: 0, experts: EXPERTS, record_bytes };
+    let table = Table::new(1, vec![layer]).expect("a table");
+    Arc::new(table.check(&[shape], 1).expect("of this store"))
+}
+
 fn rail(desk: &Desk, device: &str, slot: usize) -> Rail {
+    rail_with(desk, device, slot, None)
+}
+
+/// With two queue pairs for READs, and one more where there is something to `push`.
+fn rail_with(desk: &Desk, device: &str, slot: usize, push: Option<SpillTerms>) -> Rail {
     let spec = spec(device, slot as u8 + 1);
     let (known, number) = (desk.devices.device(device).expect("a fake one"), desk.next_rail());
-    let create = Create { rail: 0, local: spec.clone(), queue_pairs: 2, push: None };
+    let queue_pairs = 2 + u8::from(push.is_some());
+    let create = Create { rail: 0, local: spec.clone(), queue_pairs, push };
     let prepared = PreparedRail::new(&create, known, 64).expect("queue pairs");
     let end = |qpn| QueuePairEnd { qpn: Qpn::new(qpn).expect("one"), psn: Psn::from_random(1) };
     let up = BringUp {
@@ -164,7 +177,7 @@ fn rail(desk: &Desk, device: &str, slot: usize) -> Rail {
         address: Address::Ethernet { gid: Gid([9; 16]) },
         mtu: Mtu::B1024,
         depth: 16,
-        remote: vec![end(20), end(21)],
+        remote: (20..).take(queue_pairs.into()).map(end).collect(),
     };
     prepared.connect((number, slot), &pair(&spec), &up).expect("it connects")
 }
@@ -439,4 +452,81 @@ fn an_arena_that_comes_while_a_device_is_opened_is_registered_with_it() {
     let device = devices.device("fake0").expect("it is open");
     assert!(device.region(first.id()).is_some() && device.region(second.id()).is_some());
     assert!(devices.knows(&first) && devices.knows(&second));
+}
+
+/// Lets the keeper look, and the device `brings` bring what it was asked for, until `is_so`; says how
+/// long that took.
+fn look_until(bench: &Bench, brings: &str, is_so: impl Fn() -> bool) -> Duration {
+    let started = Instant::now();
+    while !is_so() {
+        assert!(started.elapsed() < Duration::from_secs(20), "{:?}", bench.ends());
+        fake::bring(brings);
+        bench.drive();
+        bench.desk.reap();
+        std::thread::yield_now();
+    }
+    started.elapsed()
+}
+
+const DEADLINE: Duration = Duration::from_millis(60);
+/// What a busy machine may add to a bound.
+const LATE: Duration = Duration::from_secs(5);
+
+#[test]
+fn reads_that_never_end_cost_their_rail_after_the_deadline_and_no_fetch() {
+    let bench = Bench::with_options(&["fake0", "fake1"], |options| {
+        (options.deadline, options.drain) = (DEADLINE, Duration::ZERO);
+    });
+    bench.submit(0..EXPERTS);
+    let dead = fake::flying("fake0");
+    assert!(!dead.is_empty());
+    // The device says nothing: no completion, no flush, no event. Only the rail's own clock is left.
+    let took = look_until(&bench, "fake1", || bench.desk.lock().rails.len() == 1);
+    assert!(took >= DEADLINE && took < DEADLINE + LATE, "{took:?}");
+    let why = bench.desk.lock().down_why.clone();
+    assert!(why.contains("nothing completed for 60 ms"), "{why}");
+    assert_eq!(bench.ends(), [("fake1".to_owned(), None)]);
+    let posted = fake::posted("fake0");
+    look_until(&bench, "fake1", || bench.desk.is_idle());
+    bench.take_right(EXPERTS as usize);
+    assert_eq!(fake::posted("fake0"), posted, "nothing more where nothing came");
+}
+
+#[test]
+fn a_push_of_which_nothing_is_heard_costs_its_rail_after_the_deadline() {
+    let bench = Bench::with_options(&[], |options| {
+        (options.deadline, options.drain) = (DEADLINE, Duration::ZERO);
+    });
+    let terms = SpillTerms { transfer: Transfer::Push, credits: 4, range_bytes: STRIDE as u32 };
+    let mut rail = rail_with(&bench.desk, "fake0", 0, Some(terms));
+    let record_bytes = bench.desk.manifest.layout().layers()[0].record_bytes();
+    rail.use_table(table(1 << 20, vec![SPILLED; EXPERTS as usize], record_bytes));
+    bench.desk.lock().rails.push(rail);
+    bench.submit(0..1);
+    assert_eq!(fake::posted("fake0"), 1, "it has been asked for");
+    let took = look_until(&bench, "fake1", || bench.desk.lock().rails.is_empty());
+    assert!(took >= DEADLINE && took < DEADLINE + LATE, "{took:?}");
+    let why = bench.desk.lock().down_why.clone();
+    assert!(why.contains("nothing completed for 60 ms"), "{why}");
+}
+
+/// Nothing else stands between a peer and what the client has in memory: a registration is for the
+/// device, and the device is asked for both.
+#[test]
+fn queue_pairs_of_each_kind_allow_the_peer_what_they_are_for() {
+    let bench = Bench::new(&[]);
+    let terms = |transfer| SpillTerms { transfer, credits: 4, range_bytes: STRIDE as u32 };
+    // `enum ibv_access_flags`: 2 is remote write. The queue pair for spilled experts is made first.
+    let cases = [
+        (None, &[0, 0][..]),
+        (Some(terms(Transfer::Push)), &[2, 0, 0]),
+        (Some(terms(Transfer::Stage)), &[0, 0, 0]),
+    ];
+    let mut made = 0;
+    for (push, expected) in cases {
+        let rail = rail_with(&bench.desk, "fake0", 0, push);
+        assert_eq!(fake::allowed("fake0")[made..], *expected, "{push:?}");
+        made += expected.len();
+        drop(rail);
+    }
 }

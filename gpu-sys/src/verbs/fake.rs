@@ -46,6 +46,8 @@ pub(super) struct State {
     pub(super) events: VecDeque<(c_int, c_uint, c_int)>,
     /// States that queue pairs were moved to.
     pub(super) states: Vec<c_uint>,
+    /// What the peer of each queue pair may do, by its number, as the last change of state said.
+    pub(super) allowed: HashMap<u32, c_uint>,
     /// Flags of the registrations so far.
     pub(super) access: Vec<c_int>,
     /// `max_mr_size` of the device; 0 is 1 GiB.
@@ -216,6 +218,23 @@ pub fn publish(bytes: Vec<u8>) -> u64 {
 /// `device` says that it has failed (`IBV_EVENT_DEVICE_FATAL`).
 pub fn break_device(device: &str) {
     state(|it| it.events.push_back((number(device), event::DEVICE_FATAL, 0)));
+}
+
+/// The flags of this thread's registrations so far, as `ibv_reg_mr(3)` has them.
+#[must_use]
+pub fn registrations() -> Vec<i32> {
+    state(|it| it.access.clone())
+}
+
+/// What the peer may do through each queue pair that was made on `device`, in the order in which they
+/// were: `qp_access_flags` of `ibv_modify_qp(3)`.
+#[must_use]
+pub fn allowed(device: &str) -> Vec<u32> {
+    let device = number(device);
+    state(|it| {
+        let made = (FIRST_PAIR..).zip(&it.pairs).filter(|(_, (its, _))| *its == device);
+        made.map(|(number, _)| it.allowed.get(&number).copied().unwrap_or(0)).collect()
+    })
 }
 
 /// Where the READs in flight on `device` begin, and how many bytes each has.

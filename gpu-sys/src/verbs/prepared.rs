@@ -2,6 +2,7 @@
 //! (`ibv_modify_qp(3)` says which attributes each step takes).
 
 use std::fmt;
+use std::io;
 use std::net::Ipv6Addr;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -144,6 +145,34 @@ impl<T> Core<T> {
 }
 
 impl<T> Core<T> {
+    /// Asks the device for the attributes that the mask `what` names.
+    pub(super) fn query(&self, what: u32) -> Result<ffi::ibv_qp_attr, VerbsError> {
+        let mut attributes = ffi::ibv_qp_attr::zeroed();
+        let mut initial = ffi::ibv_qp_init_attr::zeroed();
+        let table = &self.domain.context().library().table;
+        let what = what.cast_signed();
+        // SAFETY: the queue pair is alive, and the pointers are to live locals.
+        let status = unsafe {
+            (table.query_qp)(self.raw.as_ptr(), &raw mut attributes, what, &raw mut initial)
+        };
+        let on = format_args!("queue pair {} of {}", self.number, self.device());
+        check("ibv_query_qp", status, on)?;
+        Ok(attributes)
+    }
+
+    /// What the device lets the peer do.
+    pub(super) fn remote_access(&self) -> Result<RemoteAccess, VerbsError> {
+        let attributes = self.query(mask::IBV_QP_ACCESS_FLAGS.0)?;
+        // Some devices report that they write what their own requests bring; peers gain nothing by it.
+        let flags = attributes.qp_access_flags & !ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0;
+        let known = RemoteAccess::ALL.into_iter().find(|&access| access_flags(access) == flags);
+        known.ok_or_else(|| VerbsError::Call {
+            call: "ibv_query_qp",
+            on: format!("queue pair {} of {}", self.number, self.device()),
+            source: io::Error::other(format!("it allows {flags:#x}, which was never asked for")),
+        })
+    }
+
     /// Destroys the queue pair, if it has not been; after a failure it is as it was.
     pub(super) fn destroy(&mut self) -> Result<(), VerbsError> {
         if self.given_up {
@@ -237,6 +266,14 @@ impl<T> PreparedQueuePair<T> {
     #[must_use]
     pub fn device(&self) -> &str {
         self.core.device()
+    }
+
+    /// Asks the device what the peer may do through the queue pair.
+    ///
+    /// # Errors
+    /// The device does not answer, or it allows more than any [`RemoteAccess`] does.
+    pub fn remote_access(&self) -> Result<RemoteAccess, VerbsError> {
+        self.core.remote_access()
     }
 
     /// Connects to `remote`: through RTR to RTS.

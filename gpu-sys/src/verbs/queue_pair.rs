@@ -22,7 +22,7 @@ use super::memory::ProtectionDomain;
 use super::post::{Lists, Post, Signal, Work};
 use super::prepared::{Core, PreparedQueuePair};
 use super::receive::Received;
-use super::settings::QueuePairOptions;
+use super::settings::{QueuePairOptions, RemoteAccess};
 use super::work::WorkError;
 
 /// Where a queue pair is in its life.
@@ -264,21 +264,20 @@ impl<T> QueuePair<T> {
         Ok(())
     }
 
+    /// Asks the device what the peer may do through the queue pair.
+    ///
+    /// # Errors
+    /// The device does not answer, or it allows more than any [`RemoteAccess`] does.
+    pub fn remote_access(&self) -> Result<RemoteAccess, VerbsError> {
+        self.core.remote_access()
+    }
+
     /// Asks the device for the queue pair's state.
     ///
     /// # Errors
     /// The device does not answer.
     pub fn state(&self) -> Result<QueuePairState, VerbsError> {
-        let mut attributes = ffi::ibv_qp_attr::zeroed();
-        let mut initial = ffi::ibv_qp_init_attr::zeroed();
-        let table = &self.core.domain.context().library().table;
-        let what = mask::IBV_QP_STATE.0.cast_signed();
-        // SAFETY: the queue pair is alive, and the pointers are to live locals.
-        let status = unsafe {
-            (table.query_qp)(self.core.raw.as_ptr(), &raw mut attributes, what, &raw mut initial)
-        };
-        let on = format_args!("queue pair {} of {}", self.core.number, self.core.device());
-        check("ibv_query_qp", status, on)?;
+        let attributes = self.core.query(mask::IBV_QP_STATE.0)?;
         Ok(match attributes.qp_state {
             ibv_qp_state::IBV_QPS_RESET => QueuePairState::Reset,
             ibv_qp_state::IBV_QPS_INIT => QueuePairState::Init,

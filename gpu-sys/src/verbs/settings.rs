@@ -88,6 +88,11 @@ pub enum RemoteAccess {
     ReadWrite,
 }
 
+impl RemoteAccess {
+    /// Every value.
+    pub const ALL: [Self; 4] = [Self::None, Self::Read, Self::Write, Self::ReadWrite];
+}
+
 /// What a queue pair is made with.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct QueuePairOptions {

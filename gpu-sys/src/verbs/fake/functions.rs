@@ -3,7 +3,7 @@
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::mem::MaybeUninit;
 
-use super::super::ffi::{self, Table, Zeroed};
+use super::super::ffi::{self, Table, Zeroed, ibv_qp_attr_mask as mask};
 use super::{Posted, state};
 
 /// What a registration's remote key has beyond its local one.
@@ -64,6 +64,12 @@ fn made<T>(name: &'static str) -> *mut T {
     }
 }
 
+/// A descriptor that never has anything to say.
+fn opened() -> c_int {
+    // SAFETY: no pointers are passed.
+    unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) }
+}
+
 /// Frees what `made` gave, unless the call is to fail.
 fn freed<T>(name: &'static str, raw: *mut T) -> c_int {
     let number = called(name);
@@ -109,11 +115,9 @@ extern "C" fn open_device(device: *mut ffi::ibv_device) -> *mut ffi::ibv_context
     if context.is_null() {
         return context;
     }
-    // SAFETY: a path that is always there, and flags.
-    let fd = unsafe { libc::open(c"/dev/null".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC) };
     // SAFETY: made above, and zeros are a value of it.
     let context_ref = unsafe { &mut *context };
-    context_ref.async_fd = fd;
+    context_ref.async_fd = opened();
     // Nobody else uses this number, and what is made of the context can tell its device by it.
     context_ref.cmd_fd = device.addr() as c_int;
     context_ref.ops.post_send = Some(post_send);
@@ -253,8 +257,7 @@ extern "C" fn create_comp_channel(_: *mut ffi::ibv_context) -> *mut ffi::ibv_com
     let raw = made::<ffi::ibv_comp_channel>("ibv_create_comp_channel");
     // SAFETY: made above; zeros are a value of it.
     if let Some(channel) = unsafe { raw.as_mut() } {
-        // SAFETY: no pointers are passed.
-        channel.fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
+        channel.fd = opened();
     }
     raw
 }
@@ -327,10 +330,14 @@ extern "C" fn create_qp(
 extern "C" fn modify_qp(
     pair: *mut ffi::ibv_qp,
     attributes: *mut ffi::ibv_qp_attr,
-    _: c_int,
+    what: c_int,
 ) -> c_int {
+    // SAFETY: the caller's queue pair is live.
+    let queue_pair = unsafe { (*pair).qp_num };
     // SAFETY: the caller's pointer is to a live structure.
     let to = unsafe { (*attributes).qp_state };
+    // SAFETY: as above.
+    let allowed = unsafe { (*attributes).qp_access_flags };
     // A test may let one step fail.
     let number = called(match to {
         ffi::ibv_qp_state::IBV_QPS_RTR => "ibv_modify_qp to RTR",
@@ -338,12 +345,13 @@ extern "C" fn modify_qp(
         _ => "ibv_modify_qp",
     });
     if number == 0 {
-        // SAFETY: the caller's queue pair is live.
-        let queue_pair = unsafe { (*pair).qp_num };
         state(|it| {
             it.states.push(to);
             if to == ffi::ibv_qp_state::IBV_QPS_ERR {
                 it.failed.push(queue_pair);
+            }
+            if what & mask::IBV_QP_ACCESS_FLAGS.0.cast_signed() != 0 {
+                it.allowed.insert(queue_pair, allowed);
             }
         });
     }
@@ -351,14 +359,19 @@ extern "C" fn modify_qp(
 }
 
 extern "C" fn query_qp(
-    _: *mut ffi::ibv_qp,
+    pair: *mut ffi::ibv_qp,
     attributes: *mut ffi::ibv_qp_attr,
     _: c_int,
     _: *mut ffi::ibv_qp_init_attr,
 ) -> c_int {
+    // SAFETY: the caller's queue pair is live.
+    let number = unsafe { (*pair).qp_num };
     let last = state(|it| it.states.last().copied().unwrap_or(0));
+    let allowed = state(|it| it.allowed.get(&number).copied().unwrap_or(0));
     // SAFETY: the caller's pointer is to a live structure.
     unsafe { (*attributes).qp_state = last };
+    // SAFETY: as above.
+    unsafe { (*attributes).qp_access_flags = allowed };
     called("ibv_query_qp")
 }
 

@@ -182,6 +182,43 @@ fn a_failed_connect_gives_the_queue_pair_back_and_starts_over() {
 }
 
 #[test]
+fn a_queue_pair_allows_what_it_says_and_no_more() {
+    let domain = domain();
+    let queue = CompletionQueue::new(domain.context(), 64).unwrap();
+    let (remote, local) = ends();
+    // `enum ibv_access_flags`: 2 is remote write, 4 remote read.
+    for (remote_access, flags) in RemoteAccess::ALL.into_iter().zip([0, 4, 2, 4 | 2]) {
+        let options = QueuePairOptions { remote_access, ..options(8, 0) };
+        let prepared = QueuePair::<()>::prepare(&domain, &queue, &queue, options).unwrap();
+        let asked = || state(|it| it.allowed.get(&prepared.number()).copied());
+        assert_eq!(asked(), Some(flags), "{remote_access:?}");
+        assert_eq!(prepared.remote_access().unwrap(), remote_access);
+        // An attempt that failed starts over, with the same.
+        fail("ibv_modify_qp to RTS", libc::EINVAL);
+        let prepared = prepared.connect(&remote, &local).unwrap_err().prepared;
+        fail("ibv_modify_qp to RTS", 0);
+        state(|it| it.allowed.clear());
+        let pair = prepared.connect(&remote, &local).unwrap();
+        assert_eq!(state(|it| it.allowed.get(&pair.number()).copied()), Some(flags));
+        assert_eq!(pair.remote_access().unwrap(), remote_access);
+    }
+}
+
+#[test]
+fn a_device_that_allows_more_than_was_asked_for_is_found_out() {
+    let bench = Bench::new(8, 0);
+    let allow = |flags| state(|it| it.allowed.insert(bench.pair.number(), flags));
+    // Local write, which is the device's own; remote atomic.
+    allow(1 | 4);
+    assert_eq!(bench.pair.remote_access().unwrap(), RemoteAccess::Read);
+    allow(8 | 4);
+    let text = bench.pair.remote_access().unwrap_err().to_string();
+    assert!(text.contains("queue pair 7 of fake0") && text.contains("0xc"), "{text}");
+    fail("ibv_query_qp", libc::EINVAL);
+    assert!(bench.pair.remote_access().is_err() && bench.pair.state().is_err());
+}
+
+#[test]
 fn settings_that_wait_for_ever_are_refused() {
     assert!(Retries::new(7).unwrap_err().to_string().contains("0 to 6"));
     assert!(AckTimeout::new(0).unwrap_err().to_string().contains("1 to 31"));
