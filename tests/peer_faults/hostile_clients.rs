@@ -152,6 +152,46 @@ fn no_weight_moves_before_attach() {
     assert_serves(&peer, &store);
 }
 
+/// Frames by hand: a client of ours would refuse such a peer itself, and hide what the peer does.
+#[test]
+fn a_client_that_does_not_know_the_secret_is_refused_and_sees_nothing_of_the_store() {
+    let store = small_store(53);
+    let secret = store.scratch().join("secret");
+    std::fs::write(&secret, "a secret of the test").unwrap();
+    let peer = Peer::start_with(&store.path(), &[], Some(&secret));
+    let fingerprint = store.open().manifest().fingerprint();
+    let greeted = || {
+        let mut raw = Raw::connect(&peer.address());
+        raw.send(&hello());
+        let (header, _) = raw.read().expect("an answer to ClientHello");
+        assert_eq!(header.frame, FrameType::ServerHello);
+        raw
+    };
+    for proof in [[0; 32], [0xff; 32]] {
+        let mut raw = greeted();
+        raw.send_frame(FrameType::ClientProof, &proof);
+        // `refusal` takes the next frame and then wants the end: no Welcome came before or behind.
+        let (status, text) = raw.refusal();
+        assert_eq!(status, Status::Secret, "{text}");
+        assert!(text.contains("--secret-file"), "{text}");
+        assert!(!text.contains(&fingerprint.to_string()), "{text}");
+    }
+    // Without any proof: what comes after Welcome is refused as well.
+    let behind = [
+        (FrameType::ManifestRequest, vec![]),
+        (FrameType::Attach, fingerprint.0.to_vec()),
+        (FrameType::StatusRequest, vec![]),
+    ];
+    for (frame, body) in behind {
+        let mut raw = greeted();
+        raw.send_frame(frame, &body);
+        let (status, text) = raw.refusal();
+        assert_eq!(status, Status::Protocol, "{frame:?}: {text}");
+    }
+    let status = peer.status();
+    assert_eq!((status.served, status.bytes, status.refused), (0, 0, 5));
+}
+
 #[test]
 fn a_key_out_of_range_is_an_answer_and_the_connection_goes_on() {
     let store = small_store(45);

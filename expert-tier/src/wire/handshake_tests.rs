@@ -127,6 +127,53 @@ fn a_peer_that_does_not_know_the_secret_cannot_pass_for_one_that_does() {
     assert!(matches!(error, HandshakeError::WrongSecret));
 }
 
+/// What the peer answers to a client that sends `hello` and then `proof`, whatever that is worth: the
+/// client here checks nothing, so the peer alone can refuse.
+fn answer_to_proof(proof: impl Fn(&[u8]) -> Vec<u8>) -> Result<ServerStep, HandshakeError> {
+    let Pair { mut server, mut to_server, .. } =
+        pair(Goal::Discover(None), None, Some("the same secret!"));
+    let hello = to_server.clone();
+    let (header, body) = split(&mut to_server).unwrap();
+    let answer = server.on_frame(&header, &body).unwrap();
+    assert!(!answer.done, "a peer with a secret welcomes nobody who has not proved to know it");
+    let mut sent = answer.send.clone();
+    let (header, body) = split(&mut sent).unwrap();
+    assert_eq!((header.frame, sent.len()), (FrameType::ServerHello, 0), "and nothing behind it");
+    assert_eq!(ServerHello::decode(&body).unwrap().auth, Auth::SharedSecret);
+    let proof = proof(&[hello, answer.send].concat());
+    let header = FrameHeader::control(FrameType::ClientProof, proof.len() as u64);
+    server.on_frame(&header, &proof)
+}
+
+/// Makes a proof of the bytes that both ends have sent.
+type Prover<'a> = Box<dyn Fn(&[u8]) -> Vec<u8> + 'a>;
+
+#[test]
+fn a_client_that_does_not_know_the_secret_is_refused_and_not_welcomed() {
+    let digest = |bytes: &[u8]| -> [u8; 32] { Sha256::digest(bytes).into() };
+    let theirs = secret("the same secret!");
+    let ours = secret("another secret!!");
+    let attempts: [(&str, Prover<'_>); 6] = [
+        ("zeros", Box::new(|_| vec![0; 32])),
+        ("nothing", Box::new(|_| vec![])),
+        ("a part of it", Box::new(|sent| theirs.proof(Role::Client, &digest(sent))[..31].into())),
+        ("another secret's", Box::new(|sent| ours.proof(Role::Client, &digest(sent)).into())),
+        ("the peer's own", Box::new(|sent| theirs.proof(Role::Server, &digest(sent)).into())),
+        ("another connection's", Box::new(|_| theirs.proof(Role::Client, &[7; 32]).into())),
+    ];
+    for (what, proof) in attempts {
+        let error = answer_to_proof(proof).expect_err(what);
+        assert!(matches!(error, HandshakeError::WrongSecret), "{what}: {error}");
+        assert_eq!(refusal(&error).0, Status::Secret, "{what}");
+    }
+    // The same by a client that knows it, so it was the proofs that were wrong.
+    let right = answer_to_proof(|sent| theirs.proof(Role::Client, &digest(sent)).into()).unwrap();
+    assert!(right.done);
+    let mut sent = right.send;
+    let frames = [split(&mut sent).unwrap().0.frame, split(&mut sent).unwrap().0.frame];
+    assert_eq!(frames, [FrameType::ServerProof, FrameType::Welcome]);
+}
+
 #[test]
 fn an_altered_hello_spoils_the_proof() {
     let mut pair = pair(Goal::Discover(None), Some("the same secret!"), Some("the same secret!"));
