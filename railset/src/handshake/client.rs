@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::{BringUp, HandshakeError, decoded, made};
 use crate::choose::{RailIdentity, RailSpec};
-use crate::facts::{DeviceFacts, Gid};
+use crate::facts::{DeviceFacts, Gid, GidFacts};
 use crate::message::OfferedRail;
 use crate::message::{
     Connect, ConnectRail, Connected, ConnectedRail, Kind, MAX_QPS_PER_RAIL, Offer, QueuePairEnd,
@@ -99,12 +99,12 @@ impl ClientSettings {
 fn without(device: &DeviceFacts, up: &[RailEnds]) -> DeviceFacts {
     let mut left = device.clone();
     left.ports.retain(|port| {
-        let is_used = |rail: &RailEnds| {
-            let RailIdentity { node_guid, port: number, gid } = rail.local;
-            (node_guid, number) == (device.node_guid, port.number)
-                || port.gids.iter().any(|there| there.gid == gid)
+        let is_used = |there: &GidFacts| {
+            let (node_guid, port, gid) = (device.node_guid, port.number, there.gid);
+            let here = RailIdentity { node_guid, port, gid };
+            up.iter().any(|rail| rail.local.is_same(&here))
         };
-        !up.iter().any(is_used)
+        !port.gids.iter().any(is_used)
     });
     left
 }

@@ -74,12 +74,6 @@ impl PeerRails {
     pub fn offer(&self) -> &Offer {
         &self.offer
     }
-
-    /// The local end of an offered rail.
-    #[must_use]
-    pub fn spec(&self, index: u8) -> Option<&RailSpec> {
-        self.specs.get(usize::from(index))
-    }
 }
 
 /// Queue pairs to create on a rail and to connect to the client's.

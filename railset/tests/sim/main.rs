@@ -8,12 +8,14 @@ mod world;
 use std::sync::Arc;
 
 use proptest::prelude::*;
+use railset::choose::RailIdentity;
 use railset::facts::Mtu;
-use railset::handshake::client::{ClientSettings, ClientWaits};
+use railset::handshake::client::{Carry, ClientRail, ClientSettings, ClientWaits, RailEnds};
 use railset::handshake::peer::{PeerRails, PeerWaits};
 use railset::message::{Kind, MAX_QPS_PER_RAIL, SpillTerms, Transfer};
 use railset::pairing::{DualRail, OneRail, RailWishes};
 
+use world::TableStep::{Acknowledges, Uses};
 use world::{Link, World, peer_specs, shapes, table};
 
 #[test]
@@ -29,6 +31,10 @@ fn two_ends_come_up_on_two_rails_with_the_smaller_mtu_and_depth() {
     assert_eq!(agreed, [(0, Mtu::B1024, 4), (1, Mtu::B512, 16)]);
     let theirs: Vec<_> = world.peer_ups.iter().map(|up| (up.index, up.mtu, up.depth)).collect();
     assert_eq!(theirs, agreed, "both ends agree");
+    assert_eq!(world.peer.rails(), [0, 1]);
+    let rails = world.client.rails().iter();
+    let rails: Vec<_> = rails.map(|rail| (rail.pair.offered.index, rail.queue_pairs)).collect();
+    assert_eq!(rails, [(0, 2), (1, 2)]);
     let place = world.client.table().unwrap().place(1, 2, 1).unwrap();
     assert_eq!((place.address, place.rkey), (0x2000_0000 + 3 * 8192, 21));
 }
@@ -59,6 +65,7 @@ fn a_peer_that_spills_gets_one_more_queue_pair_on_each_rail() {
             assert_eq!(world.client_ups[rail].remote, world.peer_ends[rail]);
         }
         assert_eq!(world.peer_pushes, [Some(terms), Some(terms)]);
+        assert_eq!(world.client_pushes, world.peer_pushes);
     }
 }
 
@@ -70,6 +77,7 @@ fn a_client_that_may_have_one_queue_pair_has_it_for_reads() {
     world.run(Link::default()).unwrap();
     world.assert_ready();
     assert_eq!((world.client_ends[0].len(), &world.peer_pushes[..]), (1, &[None, None][..]));
+    assert_eq!(world.client_pushes, [None, None]);
 }
 
 #[test]
@@ -108,6 +116,77 @@ fn one_rail_is_enough_and_gets_its_own_columns() {
 }
 
 #[test]
+fn slots_that_hold_the_largest_record_and_not_a_byte_more_are_taken() {
+    let record_bytes = shapes()[0].record_bytes;
+    let rails = PeerRails::new(&peer_specs(), 8, 2, 3, record_bytes, None);
+    let mut world = World::with_rails(Arc::new(rails));
+    world.run(Link::default()).unwrap();
+    world.assert_ready();
+}
+
+/// The rails of a first connection, up and carrying.
+fn up() -> Vec<RailEnds> {
+    let mut world = World::new();
+    world.run(Link::default()).unwrap();
+    let ends = |rail: &ClientRail| RailEnds {
+        local: rail.pair.local.spec.identity(),
+        peer: rail.pair.offered.identity(),
+    };
+    world.client.rails().iter().map(ends).collect()
+}
+
+/// The client's and the peer's end of the one rail that a connection beside `up` carries.
+fn beside(up: &[RailEnds], change: impl FnOnce(&mut World)) -> Result<(String, u8), String> {
+    let mut world = World::new();
+    change(&mut world);
+    let carry = Carry::Beside { slot: 1, up: up.to_vec() };
+    world.settings(ClientSettings { carry, ..ClientSettings::default() });
+    world.run(Link::default()).map_err(|error| error.to_string())?;
+    world.assert_ready();
+    let [rail] = world.client.rails() else { panic!("one rail") };
+    Ok((rail.pair.local.spec.device.clone(), rail.pair.offered.index))
+}
+
+#[test]
+fn a_second_connection_carries_the_rail_that_the_first_one_does_not() {
+    let up = up();
+    assert_eq!(beside(&up[..1], |_| ()), Ok(("rxe1".into(), 1)));
+    assert_eq!(beside(&up[1..], |_| ()), Ok(("rxe0".into(), 0)));
+    let error = beside(&up, |_| ()).unwrap_err();
+    assert!(error.contains("the peer offers one"), "{error}");
+}
+
+#[test]
+fn a_second_connection_leaves_from_no_port_that_the_first_one_uses() {
+    // The first one goes from rxe0 to the peer's second rail, so its first is free. The way there
+    // would be from rxe0.
+    let up = up();
+    let crossed = |local| [RailEnds { local, peer: up[1].peer }];
+    let local = up[0].local;
+    assert_eq!(beside(&crossed(local), |_| ()), Ok(("rxe1".into(), 0)));
+    // The same port by another of its addresses, and the same address by another device's port.
+    let other_gid = RailIdentity { gid: world::gid("::ffff:10.9.0.1"), ..local };
+    let other_port = RailIdentity { node_guid: 77, ..local };
+    for local in [other_gid, other_port] {
+        assert_eq!(beside(&crossed(local), |_| ()), Ok(("rxe1".into(), 0)), "{local:?}");
+    }
+    // One that uses nothing of this host's any more bars no port.
+    let gone = RailIdentity { node_guid: 77, gid: world::gid("::ffff:10.9.0.1"), ..local };
+    assert_eq!(beside(&crossed(gone), |_| ()), Ok(("rxe0".into(), 0)));
+}
+
+#[test]
+fn ports_of_devices_without_a_guid_are_not_taken_for_one() {
+    let up = up();
+    let nameless = RailIdentity { node_guid: 0, ..up[0].local };
+    let taken = [RailEnds { local: nameless, peer: up[0].peer }];
+    let without_guids = |world: &mut World| {
+        world.devices.iter_mut().for_each(|device| device.node_guid = 0);
+    };
+    assert_eq!(beside(&taken, without_guids), Ok(("rxe1".into(), 1)));
+}
+
+#[test]
 fn newer_tables_are_taken_up_in_order_and_acknowledged() {
     let mut world = World::new();
     assert_eq!(world.peer.update(&table(4)), Ok(Vec::new()), "nobody has a table yet");
@@ -122,8 +201,33 @@ fn newer_tables_are_taken_up_in_order_and_acknowledged() {
     assert_eq!(world.client.table().unwrap().generation(), 10);
     assert_eq!(world.peer.acknowledged(), Some(10));
     assert_eq!(world.acknowledged, [3, 5, 9, 10]);
+    let each = |generation| [Uses(generation), Acknowledges(generation)];
+    assert_eq!(world.client_tables, [3, 5, 9, 10].map(each).concat(), "each in use before its ack");
     let error = world.peer.update(&table(10)).unwrap_err().to_string();
     assert!(error.contains("generation 10 follows one of generation 10"), "{error}");
+}
+
+/// Both ways to the first table: the peer sends it right behind `Connected`, so it is there before or
+/// after the client's queue pairs are up.
+#[test]
+fn no_table_is_acknowledged_before_it_is_in_use() {
+    // Here the client is up before it hears of the table.
+    let mut world = World::new();
+    world.run(Link::default()).unwrap();
+    assert_eq!(world.client_tables, [Uses(3), Acknowledges(3)]);
+
+    // Here the table comes while the driver still connects the queue pairs.
+    let mut world = World::new();
+    world.hold_up();
+    world.run(Link::default()).unwrap();
+    assert_eq!(world.client.waits_for(), ClientWaits::Up);
+    assert_eq!(world.client_tables, [], "nothing is said of a table that nobody can use yet");
+    let actions = world.client.on_up().unwrap();
+    world.client_does(actions).unwrap();
+    assert_eq!(world.client_tables, [Uses(3), Acknowledges(3)]);
+    world.run(Link::default()).unwrap();
+    world.assert_ready();
+    assert_eq!(world.acknowledged, [3]);
 }
 
 #[test]

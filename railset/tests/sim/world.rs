@@ -9,7 +9,7 @@ use railset::facts::{DeviceFacts, Gid, GidFacts, GidKind, LinkLayer, Mtu, PortFa
 use railset::handshake::client::{ClientAction, ClientRails, ClientSettings, ClientWaits};
 use railset::handshake::peer::{PeerAction, PeerHandshake, PeerRails, PeerWaits};
 use railset::handshake::{BringUp, HandshakeError};
-use railset::message::{Kind, Psn, Qpn, QueuePairEnd, SpillTerms};
+use railset::message::{Kind, Psn, Qpn, QueuePairEnd, SpillTerms, TableAck};
 use railset::pairing::serve_rails;
 use railset::table::{Column, LayerShape, LayerTable, SPILLED, Table};
 
@@ -36,16 +36,30 @@ pub(crate) struct World {
     pub(crate) peer: PeerHandshake,
     pub(crate) client_ends: Vec<Vec<QueuePairEnd>>,
     pub(crate) client_ups: Vec<BringUp>,
+    /// For each of the client's rails, what its last queue pair is for.
+    pub(crate) client_pushes: Vec<Option<SpillTerms>>,
     pub(crate) peer_ends: Vec<Vec<QueuePairEnd>>,
     pub(crate) peer_ups: Vec<BringUp>,
     /// For each of the peer's rails, what its last queue pair is for.
     pub(crate) peer_pushes: Vec<Option<SpillTerms>>,
     pub(crate) acknowledged: Vec<u64>,
+    /// What the client's driver did with tables, in order.
+    pub(crate) client_tables: Vec<TableStep>,
     /// Bytes that have arrived, both ways together.
     pub(crate) carried: usize,
+    holds_up: bool,
     to_peer: Pipe,
     to_client: Pipe,
     next_qpn: u32,
+}
+
+/// What a client's driver does with the table of a generation.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum TableStep {
+    /// Posts by it from now on, and by none before it.
+    Uses(u64),
+    /// Says so to the peer, which overwrites what only older tables name.
+    Acknowledges(u64),
 }
 
 /// One direction: what is on the way, and what has arrived.
@@ -153,17 +167,25 @@ impl World {
             client,
             client_ends: Vec::new(),
             client_ups: Vec::new(),
+            client_pushes: Vec::new(),
             peer_ends: Vec::new(),
             peer_ups: Vec::new(),
             peer_pushes: Vec::new(),
             acknowledged: Vec::new(),
+            client_tables: Vec::new(),
             carried: 0,
+            holds_up: false,
             to_peer: Pipe::default(),
             to_client: Pipe::default(),
             next_qpn: 100,
         };
         world.client_does(vec![first]).unwrap();
         world
+    }
+
+    /// Leaves the client's queue pairs on their way up, until the test calls `on_up`.
+    pub(crate) fn hold_up(&mut self) {
+        self.holds_up = true;
     }
 
     /// Starts over with these.
@@ -232,7 +254,13 @@ impl World {
     pub(crate) fn client_does(&mut self, actions: Vec<ClientAction>) -> Result<(), HandshakeError> {
         for action in actions {
             match action {
-                ClientAction::Send(kind, body) => self.to_peer.send(kind, &body),
+                ClientAction::Send(kind, body) => {
+                    if kind == Kind::TableAck {
+                        let TableAck { generation } = TableAck::decode(&body).unwrap();
+                        self.acknowledges(generation);
+                    }
+                    self.to_peer.send(kind, &body);
+                }
                 ClientAction::FindRoutes(gids) => {
                     let sources: Vec<Option<IpAddr>> = gids.iter().map(source).collect();
                     let actions = self.client.on_routes(&self.devices, &sources)?;
@@ -242,21 +270,34 @@ impl World {
                     for create in creates {
                         let ends = self.ends(usize::from(create.queue_pairs));
                         self.client_ends.push(ends);
+                        self.client_pushes.push(create.push);
                     }
                     let actions = self.client.on_created(&self.client_ends)?;
                     self.client_does(actions)?;
                 }
                 ClientAction::ConnectQueuePairs(ups) => {
                     self.client_ups = ups;
+                    if self.holds_up {
+                        continue;
+                    }
                     let actions = self.client.on_up()?;
                     self.client_does(actions)?;
                 }
                 ClientAction::Ready(table) | ClientAction::TableChanged(table) => {
                     assert_eq!(self.client.table(), Some(&table));
+                    self.client_tables.push(TableStep::Uses(table.generation()));
                 }
             }
         }
         Ok(())
+    }
+
+    /// Fails unless the table of `generation` is in use already: from here on the peer may overwrite
+    /// what an older one names, and a READ by that would bring another record.
+    fn acknowledges(&mut self, generation: u64) {
+        let last = self.client_tables.last();
+        assert_eq!(last, Some(&TableStep::Uses(generation)), "acknowledged and not in use");
+        self.client_tables.push(TableStep::Acknowledges(generation));
     }
 
     pub(crate) fn peer_does(&mut self, actions: Vec<PeerAction>) -> Result<(), HandshakeError> {
