@@ -17,6 +17,8 @@ import sys
 import tempfile
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# As cargo has it, which is started in ROOT.
+TARGET = os.path.join(ROOT, os.environ.get("CARGO_TARGET_DIR") or "target")
 ENV = {k: v for k, v in os.environ.items() if not k.startswith("METRALE_")}
 ENV["METRALE_LOG"] = "warn"
 LIMIT_S = 600
@@ -44,9 +46,9 @@ def run(*command, env=ENV, check=True):
 def build(*features):
     """Builds metrale for measuring and returns its path; features get a folder of their own."""
     command = ["cargo", "build", "--locked", "--release", "--package", "metrale"]
-    target = os.path.join(ROOT, "target")
+    target = TARGET
     if features:
-        target = os.path.join(target, "bench-" + "-".join(features))
+        target = os.path.join(TARGET, "bench-" + "-".join(features))
         command += ["--features", ",".join(features), "--target-dir", target]
     print("building", *features, file=sys.stderr)
     if subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL).returncode != 0:
@@ -55,10 +57,10 @@ def build(*features):
 
 
 class Workdir:
-    """A directory on the disk under test: BENCH_DIR, or target/bench in the repository."""
+    """A directory on the disk under test: BENCH_DIR, or bench in the target directory."""
 
     def __enter__(self):
-        base = os.environ.get("BENCH_DIR", os.path.join(ROOT, "target", "bench"))
+        base = os.environ.get("BENCH_DIR", os.path.join(TARGET, "bench"))
         os.makedirs(base, exist_ok=True)
         self.path = tempfile.mkdtemp(dir=base)
         return self.path

@@ -242,8 +242,7 @@ mod tests {
     }
 
     fn store() -> TestStore {
-        let place = std::env::current_dir().expect("a directory");
-        TestStore::new_in(&place.join("../target"), 2, 3, &[3_000_001, 5_000], 9)
+        TestStore::on_disk(2, 3, &[3_000_001, 5_000], 9)
     }
 
     fn stretch(store: &TestStore, expert: u64, from: u64) -> Stretch {

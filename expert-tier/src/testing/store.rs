@@ -70,6 +70,15 @@ impl TestStore {
         Self { dir, spec }
     }
 
+    /// The same, on the disk of the target directory, wherever that is: the temporary directory may be
+    /// memory, which has no direct reads.
+    #[must_use]
+    pub fn on_disk(layers: u32, experts: u32, payload_bytes: &[u64], seed: u64) -> Self {
+        let program = std::env::current_exe().expect("a test is a program");
+        let place = program.parent().expect("a program is in a directory");
+        Self::new_in(place, layers, experts, payload_bytes, seed)
+    }
+
     /// The store's directory.
     #[must_use]
     pub fn path(&self) -> PathBuf {
