@@ -162,8 +162,10 @@ pub fn ends(
     let local = LocalEnd {
         gid_index: spec.gid_index,
         psn: verbs::Psn::new(psn.value()),
-        max_rd_atomic: up.depth,
-        max_dest_rd_atomic: up.depth,
+        // One end READs the other, so one of these is not used. The device refuses it all the same where
+        // it is more than the device has.
+        max_rd_atomic: up.depth.min(spec.initiator_depth),
+        max_dest_rd_atomic: up.depth.min(spec.responder_depth),
         ack_timeout: AckTimeout::new(ACK_TIMEOUT).unwrap_or_default(),
         retries: Retries::default(),
         rnr_retries: Retries::default(),
@@ -219,6 +221,12 @@ mod tests {
         };
         assert_eq!(remote, told);
         assert_eq!((local.gid_index, local.psn.value(), local.max_rd_atomic), (1, 42, 5));
+        let spec = RailSpec { responder_depth: 2, ..choice.spec.clone() };
+        let (_, client) = ends(&up, &spec, end, end.psn);
+        assert_eq!((client.max_rd_atomic, client.max_dest_rd_atomic), (5, 2), "its own limits");
+        let spec = RailSpec { initiator_depth: 1, ..choice.spec.clone() };
+        let (_, server) = ends(&up, &spec, end, end.psn);
+        assert_eq!((server.max_rd_atomic, server.max_dest_rd_atomic), (1, 5), "its own limits");
         let address = Address::InfiniBand { lid: 9, gid: Some(peer) };
         let (remote, _) = ends(&BringUp { address, ..up }, &choice.spec, end, end.psn);
         let destination = Destination::InfiniBand { lid: 9, gid: Some(peer.0) };

@@ -241,6 +241,21 @@ impl Part {
         self.0.tag
     }
 
+    /// Keeps at most `most` bytes and a header, but one piece at least, and returns the rest, if there is
+    /// one, with the same tag.
+    #[cfg(metrale_rdma_verbs)]
+    pub(crate) fn split(&mut self, most: usize) -> Option<Self> {
+        let Share { hold, range, pieces, checking, tag } = &mut self.0;
+        let end = pieces.part_end(range.start, most);
+        if end >= range.end {
+            return None;
+        }
+        let rest = end..range.end;
+        range.end = end;
+        let (pieces, checking, tag) = (*pieces, *checking, *tag);
+        Some(Self(Share { hold: hold.another(), range: rest, pieces, checking, tag }))
+    }
+
     /// Gives up the slot for good, since a device may write this part whenever it likes: the slot is
     /// not given out again even when every part is gone. It is counted once, however many of its parts
     /// are lost. The caller leaks the part, which keeps the arena's memory.

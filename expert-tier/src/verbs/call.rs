@@ -101,14 +101,18 @@ impl Call {
     /// Bytes of the part that is posted next, or a little less, if parts have `most`.
     pub(super) fn next_part_bytes(&self, most: usize) -> usize {
         match self.back.last() {
-            Some(part) => part.range().len(),
+            Some(part) => part.range().len().min(most),
             None => self.slot.uncut().min(most),
         }
     }
 
-    /// The part that is posted next: one that came back, or of at most `most` bytes.
+    /// The part that is posted next, of at most `most` bytes and a header: one that came back, or a new
+    /// one. One that came back from a rail with larger parts is split, for a peer refuses what is longer
+    /// than it has said.
     pub(super) fn next_part(&mut self, most: usize) -> Option<Part> {
-        self.back.pop().or_else(|| self.slot.part(most))
+        let Some(mut part) = self.back.pop() else { return self.slot.part(most) };
+        self.back.extend(part.split(most));
+        Some(part)
     }
 
     /// Whether nothing of it flies and nothing is to.
@@ -155,5 +159,81 @@ impl Calls {
     pub(super) fn with_ticket(&self, ticket: Ticket) -> Option<u32> {
         let is_it = |call: &Call| call.ticket == ticket;
         self.places.iter().position(|place| place.as_ref().is_some_and(is_it)).map(|id| id as u32)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layout::{SpecDigest, header_bytes};
+    use crate::pieces::PIECE_BYTES;
+    use crate::testing::small_arena;
+
+    #[test]
+    fn a_part_that_comes_back_is_split_for_a_rail_with_smaller_parts() {
+        const PAYLOAD_BYTES: u64 = 900_001;
+        let identity = RecordIdentity {
+            fingerprint_prefix: [0; 16],
+            key: ExpertKey::new(0, 0),
+            spec: SpecDigest([0; 8]),
+            payload_bytes: PAYLOAD_BYTES,
+            chunk_bytes: PIECE_BYTES,
+        };
+        let arena = small_arena(1);
+        let slot = arena.try_acquire(identity.record_bytes()).expect("it is free");
+        let slot = slot.begin_parted(identity).expect("it fits");
+        let (queue, now) = (CompletionQueue::new(), Instant::now());
+        let ticket = crate::tier::FetchRequest::new(
+            identity.key,
+            small_arena(1).try_acquire(1).expect("one"),
+        )
+        .into_parts()
+        .0;
+        let mut call = Call::new(ticket, identity, 0, queue, now, slot);
+        let whole = call.next_part(1 << 20).expect("all of it").tagged(7);
+        let all = whole.range();
+        assert_eq!(
+            (all.start, all.end as u64, call.has_parts()),
+            (0, identity.record_bytes(), false)
+        );
+        call.back.push(whole);
+
+        let most = PIECE_BYTES as usize;
+        let header = header_bytes(4) as usize;
+        let (mut at, mut parts) = (0, Vec::new());
+        while let Some(part) = call.next_part(most) {
+            assert_eq!((part.range().start, part.tag()), (at, 7));
+            assert!(part.range().len() <= most + header, "{:?}", part.range());
+            at = part.range().end;
+            parts.push(part);
+        }
+        assert_eq!((at, parts.len()), (all.end, 4));
+        drop((parts, call));
+        assert_eq!(arena.counts().free, 1, "every share of the slot is gone");
+    }
+
+    #[test]
+    fn a_record_is_judged_by_the_oldest_table_that_a_part_was_read_by() {
+        let read_by = |generations: &[u64]| {
+            let arena = small_arena(1);
+            let identity = RecordIdentity {
+                fingerprint_prefix: [0; 16],
+                key: ExpertKey::new(0, 0),
+                spec: SpecDigest([0; 8]),
+                payload_bytes: 1,
+                chunk_bytes: PIECE_BYTES,
+            };
+            let request =
+                crate::tier::FetchRequest::new(identity.key, arena.try_acquire(1).expect("one"));
+            let (ticket, _, slot) = request.into_parts();
+            let slot = slot.begin_parted(identity).expect("it fits");
+            let mut call =
+                Call::new(ticket, identity, 0, CompletionQueue::new(), Instant::now(), slot);
+            generations.iter().for_each(|&generation| call.was_read_by(generation));
+            // A part that is pushed beside them changes nothing of that.
+            call.was_pushed = true;
+            call.generation
+        };
+        assert_eq!([read_by(&[]), read_by(&[4, 3, 5])], [None, Some(3)]);
     }
 }
