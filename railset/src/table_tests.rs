@@ -44,6 +44,13 @@ fn the_table_bytes_are_frozen() {
 }
 
 #[test]
+fn the_lengths_that_a_table_may_have_are_frozen() {
+    // One layer, one rail, one expert; and 4096 layers of 8 rails with 2^20 experts.
+    assert_eq!(MIN_TABLE_BYTES, 16 + 16 + 16 + 4);
+    assert_eq!(MAX_TABLE_BYTES, 4_784_144);
+}
+
+#[test]
 fn every_cut_of_a_table_is_refused() {
     for length in 0..GOLDEN.len() {
         assert!(Table::decode(&GOLDEN[..length]).is_err(), "{length}");
@@ -135,6 +142,20 @@ fn counts_beyond_the_limits_are_refused_before_anything_is_allocated() {
     let full = Table::new(1, (0..16).map(layer).collect()).unwrap().encode();
     assert!(full.len() <= MAX_TABLE_BYTES);
     assert!(Table::decode(&full).is_ok());
+    // Another layer's header, with as many experts as one may have: refused before its slots are read,
+    // which are not there.
+    let mut more = full;
+    more[8..12].copy_from_slice(&17_u32.to_le_bytes());
+    more.extend([16_u32, 65_536, 1, 0, 1, 0, 1, 0].map(u32::to_le_bytes).concat());
+    assert_eq!(Table::decode(&more), Err(error));
+}
+
+#[test]
+fn a_table_is_encoded_into_memory_that_is_asked_for_once() {
+    for table in [table(), table().for_rails(&[1]).unwrap()] {
+        let bytes = table.encode();
+        assert_eq!(bytes.capacity(), bytes.len());
+    }
 }
 
 #[test]

@@ -357,6 +357,24 @@ mod tests {
     }
 
     #[test]
+    fn the_lengths_that_each_type_allows_are_frozen() {
+        assert_eq!(FrameType::StatusReport.body_range(), (0, 1_048_576));
+        assert_eq!(FrameType::Refusal.body_range(), (0, 1024));
+        let (least, most) = FrameType::Record.body_range();
+        assert_eq!((least, most - MAX_PAYLOAD_BYTES), (0, header_bytes(MAX_CHUNKS)));
+    }
+
+    #[test]
+    fn frames_of_rails_carry_the_body_that_they_are_named_after_and_others_none() {
+        for kind in Kind::ALL {
+            assert_eq!(FrameType::from(kind).rails_kind(), Some(kind));
+        }
+        let of_rails = FrameType::ALL.iter().filter(|frame| frame.rails_kind().is_some());
+        assert_eq!(of_rails.count(), Kind::ALL.len());
+        assert_eq!(FrameType::Record.rails_kind(), None);
+    }
+
+    #[test]
     fn a_status_stands_on_answers_and_refusals_alone() {
         for &frame in FrameType::ALL {
             let header = FrameHeader { status: Status::Busy, ..FrameHeader::control(frame, 0) };

@@ -10,6 +10,10 @@ struct Pair {
     server: ServerHandshake,
     manifest: Arc<Manifest>,
     to_server: Vec<u8>,
+    /// Frames that have come to either machine.
+    came: usize,
+    /// The frame, counted from 0, that comes as one of another type, with its own body.
+    mislabelled: Option<usize>,
 }
 
 const MAX_FRAMES: usize = 20;
@@ -26,7 +30,7 @@ fn pair(goal: Goal, ours: Option<&str>, theirs: Option<&str>) -> Pair {
         manifest_bytes: manifest.as_bytes().len() as u64,
     };
     let server = ServerHandshake::new(theirs.map(secret), [3; 32], welcome);
-    Pair { client, server, manifest, to_server }
+    Pair { client, server, manifest, to_server, came: 0, mislabelled: None }
 }
 
 fn split(bytes: &mut Vec<u8>) -> Option<(FrameHeader, Vec<u8>)> {
@@ -47,6 +51,7 @@ impl Pair {
                 if welcomed {
                     to_client.extend(self.after_welcome(&header));
                 } else {
+                    let header = self.labelled(header);
                     let step = self.server.on_frame(&header, &body)?;
                     to_client.extend(step.send);
                     welcomed = step.done;
@@ -54,6 +59,7 @@ impl Pair {
             }
             tamper(&mut to_client);
             let Some((header, body)) = split(&mut to_client) else { break };
+            let header = self.labelled(header);
             match self.client.on_frame(&header, &body)? {
                 Step::Send(bytes) => self.to_server.extend(bytes),
                 Step::Read => {}
@@ -61,6 +67,13 @@ impl Pair {
             }
         }
         panic!("the handshake stalled");
+    }
+
+    fn labelled(&mut self, header: FrameHeader) -> FrameHeader {
+        let nth = self.came;
+        self.came += 1;
+        let frame = if self.mislabelled == Some(nth) { FrameType::Record } else { header.frame };
+        FrameHeader { frame, ..header }
     }
 
     fn after_welcome(&self, header: &FrameHeader) -> Vec<u8> {
@@ -214,6 +227,33 @@ fn a_frame_out_of_turn_is_an_error_in_every_state() {
         let mut server = pair(Goal::Status, None, None).server;
         assert!(server.on_frame(&header, &[]).is_err());
     }
+}
+
+#[test]
+fn the_right_body_in_a_frame_of_another_type_is_refused_in_every_state() {
+    let shared = Some("the same secret!");
+    let mut sound = pair(Goal::Discover(None), shared, shared);
+    sound.run(|_| {}).unwrap();
+    // ClientHello, ServerHello, both proofs, Welcome, Manifest, Attached.
+    assert_eq!(sound.came, 7);
+    for nth in 0..sound.came {
+        let mut pair = pair(Goal::Discover(None), shared, shared);
+        pair.mislabelled = Some(nth);
+        let error = pair.run(|_| {}).unwrap_err();
+        let HandshakeError::Frame(FrameError::Unexpected { found, .. }) = error else {
+            panic!("frame {nth}: {error}");
+        };
+        assert_eq!(found, FrameType::Record, "frame {nth}");
+        assert_eq!(pair.client.manifest(), None, "frame {nth}");
+    }
+}
+
+#[test]
+fn a_peer_that_serves_another_store_says_so_with_a_status_of_its_own() {
+    let (found, expected) = (tiny_manifest(1).fingerprint(), tiny_manifest(2).fingerprint());
+    let (status, text) = refusal(&HandshakeError::OtherStore { found, expected });
+    assert_eq!(status, Status::OtherStore);
+    assert!(text.contains(&expected.to_string()), "{text}");
 }
 
 #[test]
