@@ -65,12 +65,13 @@ pub(crate) struct BackendArgs {
     /// Requests in flight per connection, 1 to 512 [default: 16] [env: METRALE_EXPERT_DEPTH]
     #[arg(long = "expert-depth", visible_alias = "depth", value_name = "N")]
     depth: Option<u32>,
-    /// Longest wait for the record that is due, 1 to 600000 ms [default: 2000]
+    /// Longest time in which a disk or rail brings nothing, or a TCP connection no whole record,
+    /// before what waits for it fails, 1 to 600000 ms [default: 2000]
     /// [env: METRALE_EXPERT_DEADLINE_MS]
     #[arg(long = "expert-deadline-ms", visible_alias = "deadline-ms", value_name = "MS")]
     deadline_ms: Option<u64>,
-    /// Longest time from asking a peer for a record to its end, 1 to 3600000 ms [default: 30000]
-    /// [env: METRALE_EXPERT_TOTAL_MS]
+    /// Longest time from asking a disk or peer for a record's first byte to the request's end, 1 to
+    /// 3600000 ms [default: 30000] [env: METRALE_EXPERT_TOTAL_MS]
     #[arg(long = "expert-total-ms", visible_alias = "total-ms", value_name = "MS")]
     total_ms: Option<u64>,
     /// Longest time to connect and shake hands, 1 to 600000 ms [default: 1000]
@@ -308,8 +309,14 @@ impl BackendArgs {
         Ok(Duration::from_millis(ms))
     }
 
+    fn total(&self) -> anyhow::Result<Duration> {
+        let ms = number(self.total_ms, &env::EXPERT_TOTAL_MS, 1..=3_600_000, 30_000)?;
+        Ok(Duration::from_millis(ms))
+    }
+
     fn posix(&self) -> anyhow::Result<PosixOptions> {
-        Ok(PosixOptions { deadline: self.deadline()?, ..PosixOptions::default() })
+        let (deadline, total) = (self.deadline()?, self.total()?);
+        Ok(PosixOptions { deadline, total, ..PosixOptions::default() })
     }
 
     fn uma(&self) -> anyhow::Result<UmaOptions> {
@@ -323,6 +330,7 @@ impl BackendArgs {
             depth: number(self.uma_depth, &env::EXPERT_UMA_DEPTH, 1..=4096, 64)?,
             piece_bytes,
             deadline: self.deadline()?,
+            total: self.total()?,
             ..UmaOptions::default()
         })
     }
@@ -335,12 +343,11 @@ impl BackendArgs {
     /// The connection to `peer`, but for the secret.
     fn link(&self, peer: String) -> anyhow::Result<TcpOptions> {
         let connect_ms = number(self.connect_ms, &env::EXPERT_CONNECT_MS, 1..=600_000, 1000)?;
-        let total_ms = number(self.total_ms, &env::EXPERT_TOTAL_MS, 1..=3_600_000, 30_000)?;
         Ok(TcpOptions {
             streams: number(self.streams, &env::EXPERT_STREAMS, 1..=16, 2)?,
             depth: number(self.depth, &env::EXPERT_DEPTH, 1..=512, 16)?,
             deadline: self.deadline()?,
-            total: Duration::from_millis(total_ms),
+            total: self.total()?,
             connect: Duration::from_millis(connect_ms),
             check_threads: number(
                 self.check_threads,

@@ -11,6 +11,7 @@
 //! | `metrale_fallbacks_total` | counter | `backend`, `reason`; ways given up for slower ones |
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use metrics::{Counter, Histogram, counter, histogram};
@@ -23,6 +24,8 @@ use crate::tier::{Fetched, Outcome, Source, TierKind};
 /// One backend's counters. Handles are made once, so counting allocates nothing on success.
 pub(crate) struct Accounts {
     kind: TierKind,
+    /// Requests that have ended.
+    ended: AtomicU64,
     /// One of each place that records come from; the first is the usual one.
     sources: Vec<From>,
     seconds: Histogram,
@@ -58,6 +61,7 @@ impl Accounts {
         let backend = kind.name();
         Self {
             kind,
+            ended: AtomicU64::new(0),
             sources: sources.iter().map(|&source| From::new(kind, source)).collect(),
             seconds: histogram!("metrale_fetch_seconds", "backend" => backend),
             mismatches: counter!("metrale_mismatch_total", "backend" => backend),
@@ -97,8 +101,14 @@ impl Accounts {
         self.mismatches.increment(1);
     }
 
+    /// How many requests have ended.
+    pub(crate) fn ended(&self) -> u64 {
+        self.ended.load(Ordering::Relaxed)
+    }
+
     /// Counts a request's end.
     pub(crate) fn count(&self, outcome: &Outcome, took: Duration) {
+        self.ended.fetch_add(1, Ordering::Relaxed);
         match outcome {
             Outcome::Fetched(fetched) => {
                 let from = self.sources.iter().find(|from| from.source == fetched.source);

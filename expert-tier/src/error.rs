@@ -16,9 +16,9 @@ use crate::wire::frame::Status;
 /// What bounds a request's time.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Bound {
-    /// The time without the record that is due.
+    /// The time in which nothing comes: a backend that is silent.
     Due,
-    /// The time from its submission to its end.
+    /// The time from asking for the record's first byte to its end.
     Total,
 }
 
@@ -85,7 +85,8 @@ pub enum FetchError {
     },
     /// A bound passed.
     #[error(
-        "{key} by {backend}: no record after {} ms; {} bounds this",
+        "{key} by {backend}: no record {} {} ms; {} bounds this",
+        match bound { Bound::Due => "for", Bound::Total => "within" },
         waited.as_millis(), bound.setting()
     )]
     Deadline {
@@ -93,7 +94,7 @@ pub enum FetchError {
         key: ExpertKey,
         /// The backend.
         backend: TierKind,
-        /// How long the request waited.
+        /// How long nothing came, or how long ago the record was asked for, as the bound counts.
         waited: Duration,
         /// Which bound it was.
         bound: Bound,

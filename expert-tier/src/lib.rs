@@ -66,6 +66,7 @@ mod owed;
 pub mod pack;
 mod pieces;
 pub mod posix;
+mod progress;
 pub mod record;
 pub mod residency;
 pub mod store;

@@ -29,7 +29,7 @@ impl Owed {
         Self { ticket, key, backend, queue: queue.clone(), submitted, paid: false }
     }
 
-    /// How long the request has waited.
+    /// How long ago the request was submitted.
     pub(crate) fn age(&self) -> Duration {
         self.submitted.elapsed()
     }
@@ -46,10 +46,9 @@ impl Owed {
         }
     }
 
-    /// The error of a request whose deadline has passed.
-    pub(crate) fn late(&self) -> FetchError {
-        let (key, backend, waited) = (self.key, self.backend, self.age());
-        FetchError::Deadline { key, backend, waited, bound: Bound::Due }
+    /// The error of a request for which `bound` has passed, after `waited`.
+    pub(crate) fn late(&self, (bound, waited): (Bound, Duration)) -> FetchError {
+        FetchError::Deadline { key: self.key, backend: self.backend, waited, bound }
     }
 
     /// The error of a request that the backend had when it was closed.

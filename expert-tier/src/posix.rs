@@ -3,12 +3,18 @@
 //! A blocking [`fetch`](ExpertTier::fetch) reads on the caller's thread. Submitted requests go to
 //! a few reader threads over one queue.
 //!
-//! A read of a local file cannot be given up once the kernel has it. A submitted request whose
-//! record has not come by its deadline ends all the same: with its slot while it waits in the
-//! queue, and without once a reader has it, which then keeps the slot until its read ends. The
-//! readers look at the deadlines between two reads; where all of them hang, the caller's own wait
-//! in `poll` does. Closing waits for the readers as long as for a request, and leaves behind those
-//! that hang.
+//! Bounds, all of them settings:
+//! * A request that a reader has ends when that reader has had nothing of the disk for `deadline`,
+//!   and in any case `total` after the reader took it.
+//! * A request that waits in the queue ends when no reader has had anything of the disk for
+//!   `deadline`. While one has, waiting costs no request its time. The queue is first in, first out,
+//!   and each request before another ends within `total`, so none waits for ever.
+//!
+//! A read of a local file cannot be given up once the kernel has it. A submitted request ends all the
+//! same: with its slot while it waits in the queue, and without once a reader has it, which then
+//! keeps the slot until its read ends. The readers look at the bounds between two reads; where all of
+//! them hang, the caller's own wait in `poll` does. Closing waits for the readers as long as for a
+//! silent disk, and leaves behind those that hang.
 
 use std::collections::VecDeque;
 use std::path::Path;
@@ -18,9 +24,10 @@ use std::time::{Duration, Instant};
 
 use crate::account::Accounts;
 use crate::arena::{Filling, Free, Slot};
-use crate::error::{FetchError, FetchFailure};
+use crate::error::{Bound, FetchError, FetchFailure};
 use crate::key::ExpertKey;
 use crate::owed::Owed;
+use crate::progress::Progress;
 use crate::store::manifest::Manifest;
 use crate::store::{ExpertStore, StoreError};
 use crate::tier::{
@@ -39,14 +46,16 @@ const TICK: Duration = Duration::from_millis(50);
 pub struct PosixOptions {
     /// Threads that serve submitted requests, 1 to 64.
     pub threads: u32,
-    /// Longest time from submitting a request to its completion.
+    /// Longest time in which nothing comes of the disk.
     pub deadline: Duration,
+    /// Longest time from a reader's first look at a record to the request's end.
+    pub total: Duration,
 }
 
 impl Default for PosixOptions {
     /// Two threads keep a disk and a core busy at once.
     fn default() -> Self {
-        Self { threads: 2, deadline: Duration::from_secs(2) }
+        Self { threads: 2, deadline: Duration::from_secs(2), total: Duration::from_secs(30) }
     }
 }
 
@@ -61,6 +70,10 @@ struct Shared {
     options: PosixOptions,
     kind: TierKind,
     jobs: Mutex<Jobs>,
+    /// What came to any reader.
+    delivered: Progress,
+    /// What came to each reader.
+    delivered_to: Box<[Progress]>,
     bell: Condvar,
     healthy: AtomicBool,
     accounts: Accounts,
@@ -70,13 +83,19 @@ struct Shared {
 struct Jobs {
     waiting: VecDeque<Job>,
     /// What each reader is at; `None` also once the caller has been told that it is late.
-    reading: Box<[Option<Owed>]>,
+    reading: Box<[Option<Reading>]>,
     closing: bool,
 }
 
 struct Job {
     owed: Owed,
     slot: Slot<Free>,
+}
+
+/// A request that a reader has.
+struct Reading {
+    owed: Owed,
+    since: Instant,
 }
 
 impl PosixTier {
@@ -102,6 +121,8 @@ impl PosixTier {
             options,
             kind,
             jobs: Mutex::new(Jobs { reading, ..Jobs::default() }),
+            delivered: Progress::new(),
+            delivered_to: (0..threads).map(|_| Progress::new()).collect(),
             bell: Condvar::new(),
             healthy: AtomicBool::new(true),
             accounts: Accounts::new(kind, &[Source::Local]),
@@ -135,7 +156,7 @@ impl Drop for PosixTier {
             reader.join_until(until);
         }
         // What a reader that was left behind has.
-        self.shared.end_reading(|_| true, Owed::closed);
+        self.shared.end_reading(|_, reading| Some(reading.owed.closed()));
     }
 }
 
@@ -154,6 +175,14 @@ impl ExpertTier for PosixTier {
 
     fn deadline(&self) -> Duration {
         self.shared.options.deadline
+    }
+
+    fn bound(&self) -> Duration {
+        self.shared.options.deadline.saturating_add(self.shared.options.total)
+    }
+
+    fn ended(&self) -> u64 {
+        self.shared.accounts.ended()
     }
 
     fn submit(&self, batch: &mut Vec<FetchRequest>, queue: &CompletionQueue) {
@@ -188,7 +217,7 @@ impl ExpertTier for PosixTier {
 
     fn fetch(&self, key: ExpertKey, slot: Slot<Free>) -> Result<Fetched, FetchFailure> {
         let start = Instant::now();
-        let outcome = self.shared.read(key, slot);
+        let outcome = self.shared.read(key, slot, || ());
         self.shared.accounts.count(&outcome, start.elapsed());
         outcome.into()
     }
@@ -198,10 +227,10 @@ impl Shared {
     /// The life of reader thread `reader`.
     fn serve(&self, reader: usize) -> End {
         while let Some((key, slot)) = self.next_job(reader) {
-            let outcome = self.read(key, slot);
+            let outcome = self.read(key, slot, || self.note_delivery(reader));
             // If nothing is owed any more, the slot goes back to its arena here.
-            let owed = self.lock().reading[reader].take();
-            if let Some(owed) = owed {
+            let reading = self.lock().reading[reader].take();
+            if let Some(Reading { owed, .. }) = reading {
                 self.end(owed, outcome);
             }
         }
@@ -218,40 +247,58 @@ impl Shared {
             }
             if let Some(Job { owed, slot }) = jobs.waiting.pop_front() {
                 let key = owed.key;
-                jobs.reading[reader] = Some(owed);
+                // Its own silence begins now; for those that wait this is no sign of the disk.
+                self.delivered_to[reader].note();
+                jobs.reading[reader] = Some(Reading { owed, since: Instant::now() });
                 return Some((key, slot));
             }
             drop(self.bell.wait(jobs));
         }
     }
 
-    /// Ends the requests whose deadline has passed.
-    fn expire(&self) {
-        loop {
-            // In order of submission, so the first is the oldest.
-            let late = self.lock().waiting.pop_front_if(|job| self.is_late(&job.owed));
-            let Some(Job { owed, slot }) = late else { break };
-            let error = owed.late();
-            self.end(owed, Outcome::Failed(FetchFailure::new(error, slot)));
-        }
-        self.end_reading(|owed| self.is_late(owed), Owed::late);
+    /// The disk has given something to `reader`.
+    fn note_delivery(&self, reader: usize) {
+        self.delivered_to[reader].note();
+        self.delivered.note();
     }
 
-    /// Ends requests that readers are at, without their slots.
-    fn end_reading(&self, which: impl Fn(&Owed) -> bool, why: impl Fn(&Owed) -> FetchError) {
+    /// Ends the requests whose time is over.
+    fn expire(&self) {
+        let deadline = self.options.deadline;
+        let silence = |owed: &Owed| owed.age().min(self.delivered.silence());
+        loop {
+            // In order of submission, so the first is the oldest.
+            let late = self.lock().waiting.pop_front_if(|job| silence(&job.owed) > deadline);
+            let Some(Job { owed, slot }) = late else { break };
+            let error = owed.late((Bound::Due, silence(&owed).max(deadline)));
+            self.end(owed, Outcome::Failed(FetchFailure::new(error, slot)));
+        }
+        self.end_reading(|reader, Reading { owed, since }| {
+            let (silence, age) = (self.delivered_to[reader].silence(), since.elapsed());
+            if silence > deadline {
+                Some(owed.late((Bound::Due, silence)))
+            } else if age > self.options.total {
+                Some(owed.late((Bound::Total, age)))
+            } else {
+                None
+            }
+        });
+    }
+
+    /// Ends the requests that readers are at and for which `why` says why, without their slots.
+    fn end_reading(&self, why: impl Fn(usize, &Reading) -> Option<FetchError>) {
         let readers = self.lock().reading.len();
         for reader in 0..readers {
-            let owed = self.lock().reading[reader].take_if(|owed| which(owed));
-            if let Some(owed) = owed {
+            let mut error = None;
+            let late = self.lock().reading[reader].take_if(|reading| {
+                error = why(reader, reading).map(Box::new);
+                error.is_some()
+            });
+            if let (Some(Reading { owed, .. }), Some(error)) = (late, error) {
                 self.healthy.store(false, Ordering::Relaxed);
-                let error = Box::new(why(&owed));
                 self.end(owed, Outcome::Failed(FetchFailure { error, slot: None }));
             }
         }
-    }
-
-    fn is_late(&self, owed: &Owed) -> bool {
-        owed.age() > self.options.deadline
     }
 
     fn end(&self, mut owed: Owed, outcome: Outcome) {
@@ -259,16 +306,22 @@ impl Shared {
         owed.pay(outcome);
     }
 
-    fn read(&self, key: ExpertKey, slot: Slot<Free>) -> Outcome {
+    /// Reads a record; `came` hears of each piece.
+    fn read(&self, key: ExpertKey, slot: Slot<Free>, came: impl Fn()) -> Outcome {
         let origin = || self.store.dir().display().to_string();
-        match self.receive(key, slot) {
+        match self.receive(key, slot, came) {
             Ok(slot) => self.accounts.judge(slot, self.store.manifest(), origin),
             Err(failure) => Outcome::Failed(failure),
         }
     }
 
     /// Fills `slot` with the record, to its last byte.
-    fn receive(&self, key: ExpertKey, slot: Slot<Free>) -> Result<Slot<Filling>, FetchFailure> {
+    fn receive(
+        &self,
+        key: ExpertKey,
+        slot: Slot<Free>,
+        came: impl Fn(),
+    ) -> Result<Slot<Filling>, FetchFailure> {
         let manifest = self.store.manifest();
         let identity = match manifest.identity(key) {
             Ok(identity) => identity,
@@ -281,6 +334,7 @@ impl Shared {
             let piece = spare.len().min(PIECE_BYTES);
             match self.store.read_uninit_at(key, offset, &mut spare[..piece]) {
                 Ok(count) => {
+                    came();
                     slot.advance(count);
                     offset += count as u64;
                 }

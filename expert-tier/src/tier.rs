@@ -2,9 +2,14 @@
 //!
 //! A request carries the slot it is to be filled into; the slot comes back with the completion,
 //! as a residency or inside the failure. [`ExpertTier::submit`] always ends in exactly one
-//! completion per request, on the queue it was submitted with, within the backend's
-//! [`bound`](ExpertTier::bound) and a little more: errors come as completions too, so a caller has
-//! one place to look.
+//! completion per request, on the queue it was submitted with: errors come as completions too, so a
+//! caller has one place to look.
+//!
+//! A request that waits in a backend's own queue does not age. A backend that brings nothing for its
+//! [`deadline`](ExpertTier::deadline) ends what waits, and a request whose first byte has been asked
+//! for ends within a total of its own. So some request ends within the backend's
+//! [`bound`](ExpertTier::bound), and since requests are begun in the order of their submission, no
+//! request can be overtaken without end.
 
 mod queue;
 
@@ -17,7 +22,7 @@ use std::time::{Duration, Instant};
 
 #[cfg(feature = "unverified")]
 use crate::arena::Unchecked;
-use crate::arena::{ExpertArena, Free, Slot};
+use crate::arena::{ExpertArena, Free, MAX_SLOTS, Slot};
 use crate::error::{Bound, FetchError, FetchFailure};
 use crate::key::ExpertKey;
 use crate::residency::ExpertResidency;
@@ -28,6 +33,9 @@ pub(crate) use queue::Relay;
 /// How long past its bound a backend may take, on a machine that has other things to do, before a
 /// blocking fetch gives it up.
 const GRACE: Duration = Duration::from_secs(1);
+/// Most requests that can be in line before one that is submitted: each has a slot, and an arena has
+/// at most so many.
+const MOST_AHEAD: u64 = MAX_SLOTS as u64;
 
 /// Which backend.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -270,15 +278,21 @@ pub trait ExpertTier: Send + Sync {
     /// that fetch and leaves the backend healthy.
     fn healthy(&self) -> bool;
 
-    /// How long the record that is due may take before its request, and what waits for it, ends
-    /// with [`FetchError::Deadline`]: finds a peer or disk that has stalled.
+    /// How long nothing may come of a peer or disk before the requests that wait for it end with
+    /// [`FetchError::Deadline`].
     fn deadline(&self) -> Duration;
 
-    /// How long after its submission a request has ended, with [`FetchError::Deadline`] if with
-    /// nothing else. Where a request waits for others that each keep the deadline, this is more
-    /// than the deadline.
+    /// Longest time from one end of a request to the next, or from a submission to the first end,
+    /// while the backend has requests. A request that has no others before it ends within this.
     fn bound(&self) -> Duration {
         self.deadline()
+    }
+
+    /// How many requests have ended since the backend was opened, whatever they came to. A backend
+    /// whose requests wait for one another counts them here: a blocking [`fetch`](Self::fetch)
+    /// keeps its place in line while this grows.
+    fn ended(&self) -> u64 {
+        0
     }
 
     /// Names the arena that requests' slots come from, before the first: what can be registered
@@ -307,7 +321,8 @@ pub trait ExpertTier: Send + Sync {
         queue.pop_landed(wait)
     }
 
-    /// Fetches one record and waits for it.
+    /// Fetches one record and waits for it: for the requests before it, and then its own time. Gives
+    /// up where no request of the backend has ended for its [`bound`](Self::bound), which none does.
     ///
     /// # Errors
     /// [`FetchFailure`] has the reason and gives the slot back.
@@ -318,11 +333,19 @@ pub trait ExpertTier: Send + Sync {
         batch.push(request);
         let submitted = Instant::now();
         self.submit(&mut batch, &queue);
-        // The queue has nobody else's completions: whoever gives up here leaves it behind.
-        if let Some(completion) = self.poll(&queue, self.bound().saturating_add(GRACE)) {
-            BLOCKING.set(Some((queue, batch)));
-            return completion.outcome;
+        let mut ended = self.ended();
+        let all_ahead = ended.saturating_add(MOST_AHEAD);
+        loop {
+            if let Some(completion) = self.poll(&queue, self.bound().saturating_add(GRACE)) {
+                BLOCKING.set(Some((queue, batch)));
+                return completion.outcome;
+            }
+            let before = std::mem::replace(&mut ended, self.ended());
+            if ended == before || ended >= all_ahead {
+                break;
+            }
         }
+        // The queue has nobody else's completions: whoever gives up here leaves it behind.
         self.cancel(ticket);
         let (backend, waited, bound) = (self.kind(), submitted.elapsed(), Bound::Total);
         let error = Box::new(FetchError::Deadline { key, backend, waited, bound });

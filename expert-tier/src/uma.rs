@@ -5,8 +5,14 @@
 //! io_uring or `O_DIRECT`, reader threads with ordinary reads take over, and the log says why,
 //! once.
 //!
-//! A read that the kernel has cannot be given up. A request whose record has not come by its
-//! deadline ends, but its slot stays with the ring until the last read of it has.
+//! Bounds, all of them settings:
+//! * A request ends when the disk gives nothing for `deadline`: nothing of it, nor of what was asked
+//!   for before it. While the disk gives something, waiting behind others costs no request its time.
+//!   A read that the disk keeps, while it gives what was asked for later, gains no time by that.
+//! * A request ends `total` after its first read was given to the kernel.
+//!
+//! A read that the kernel has cannot be given up. The request whose bound has passed ends, but its
+//! slot stays with the ring until the last read of it has ended.
 //!
 //! Closing takes at most twice the deadline: one for reads in flight to hand their slots back, and
 //! one more for the kernel to let go of the memory. What it has not let go of by then is leaked,
@@ -25,7 +31,7 @@ use crate::direct::DirectFiles;
 pub use crate::direct::NotDirect;
 pub use crate::direct::ring::ReadCounts;
 use crate::direct::ring::{self, Driver, Extent, Finished, Ring, RingOptions};
-use crate::error::{FetchError, FetchFailure};
+use crate::error::{Bound, FetchError, FetchFailure};
 use crate::key::ExpertKey;
 use crate::layout::STRIDE_ALIGN;
 use crate::owed::Owed;
@@ -48,8 +54,10 @@ pub struct UmaOptions {
     pub depth: u32,
     /// Bytes of one read, a multiple of 4096 up to 16 MiB.
     pub piece_bytes: u32,
-    /// Longest time from submitting a request to its record.
+    /// Longest time in which nothing comes of the disk.
     pub deadline: Duration,
+    /// Longest time from a request's first read to its end.
+    pub total: Duration,
     /// Whether to read past the page cache.
     pub direct: DirectReads,
 }
@@ -83,6 +91,7 @@ impl Default for UmaOptions {
             depth: 64,
             piece_bytes: 512 * 1024,
             deadline: Duration::from_secs(2),
+            total: Duration::from_secs(30),
             direct: DirectReads::Auto,
         }
     }
@@ -104,6 +113,7 @@ struct RingTier {
 struct Shared {
     store: ExpertStore,
     deadline: Duration,
+    total: Duration,
     ring: Ring<Slot<Filling>, Call>,
     closing: AtomicBool,
     healthy: AtomicBool,
@@ -117,8 +127,8 @@ type Done = Finished<Slot<Filling>, Call>;
 /// What the ring keeps beside a slot.
 struct Call {
     owed: Owed,
-    /// The deadline passed.
-    late: bool,
+    /// The bound that has passed, and after how long.
+    late: Option<(Bound, Duration)>,
 }
 
 impl UmaTier {
@@ -129,7 +139,8 @@ impl UmaTier {
     pub fn open(dir: &Path, options: &UmaOptions) -> Result<Self, StoreError> {
         let store = ExpertStore::open(dir)?;
         let threads = |store| {
-            let options = PosixOptions { deadline: options.deadline, ..PosixOptions::default() };
+            let UmaOptions { deadline, total, .. } = *options;
+            let options = PosixOptions { deadline, total, ..PosixOptions::default() };
             PosixTier::start(store, options, TierKind::Uma).map(Engine::Threads).map(Self)
         };
         if options.direct == DirectReads::Never {
@@ -137,7 +148,8 @@ impl UmaTier {
         }
         match ring(&store, options) {
             Ok((ring, driver)) => {
-                RingTier::start(store, ring, driver, options.deadline).map(Engine::Ring).map(Self)
+                let bounds = (options.deadline, options.total);
+                RingTier::start(store, ring, driver, bounds).map(Engine::Ring).map(Self)
             }
             Err(reason) => {
                 count_fallback(TierKind::Uma, reason.name());
@@ -223,6 +235,14 @@ impl ExpertTier for UmaTier {
         self.inner().deadline()
     }
 
+    fn bound(&self) -> Duration {
+        self.inner().bound()
+    }
+
+    fn ended(&self) -> u64 {
+        self.inner().ended()
+    }
+
     fn use_arena(&self, arena: &ExpertArena) {
         self.inner().use_arena(arena);
     }
@@ -258,12 +278,13 @@ impl RingTier {
         store: ExpertStore,
         ring: Ring<Slot<Filling>, Call>,
         driver: Driver<Slot<Filling>, Call>,
-        deadline: Duration,
+        (deadline, total): (Duration, Duration),
     ) -> Result<Self, StoreError> {
         let path = store.dir().to_owned();
         let shared = Arc::new(Shared {
             store,
             deadline,
+            total,
             ring,
             closing: AtomicBool::new(false),
             healthy: AtomicBool::new(true),
@@ -303,6 +324,14 @@ impl ExpertTier for RingTier {
 
     fn deadline(&self) -> Duration {
         self.shared.deadline
+    }
+
+    fn bound(&self) -> Duration {
+        self.shared.deadline.saturating_add(self.shared.total)
+    }
+
+    fn ended(&self) -> u64 {
+        self.shared.accounts.ended()
     }
 
     fn use_arena(&self, arena: &ExpertArena) {
@@ -366,7 +395,7 @@ impl Shared {
             bytes: usize::try_from(layer.stride()).unwrap_or(usize::MAX),
         };
         match slot.begin(identity) {
-            Ok(slot) => Some((extent, slot, Call { owed, late: false })),
+            Ok(slot) => Some((extent, slot, Call { owed, late: None })),
             Err(refused) => self.refuse(owed, FetchFailure::too_small(key, refused)),
         }
     }
@@ -420,20 +449,20 @@ impl Shared {
         }
     }
 
-    /// Ends the requests whose deadline has passed: with their slots where the kernel has no read
+    /// Ends the requests for which a bound has passed: with their slots where the kernel has no read
     /// of them, else without.
     fn expire(&self) {
         let mut any = false;
-        self.ring.overdue(self.deadline, |call| {
-            call.late = true;
+        self.ring.overdue((self.deadline, self.total), |call, late| {
+            call.late.get_or_insert(late);
             any = true;
         });
         if any {
             self.healthy.store(false, Ordering::Relaxed);
-            self.ring.cancel(|call| call.late);
-            self.ring.overdue(self.deadline, |call| {
-                if call.late {
-                    self.end_without_slot(&mut call.owed, Owed::late);
+            self.ring.cancel(|call| call.late.is_some());
+            self.ring.running(|call| {
+                if let Some(late) = call.late {
+                    self.end_without_slot(&mut call.owed, |owed| owed.late(late));
                 }
             });
         }
@@ -446,7 +475,7 @@ impl Shared {
         self.ring.take_ended(&mut finished);
         finished.drain(..).for_each(|done| self.end(done));
         let end = |call: &mut Call| self.end_without_slot(&mut call.owed, Owed::closed);
-        self.ring.overdue(Duration::ZERO, end);
+        self.ring.running(end);
     }
 
     fn end(&self, done: Done) {
@@ -462,7 +491,10 @@ impl Shared {
                 self.accounts.judge(slot, self.store.manifest(), origin)
             }
             Err(error) => {
-                let error = if late { owed.late() } else { self.explain(&owed, error) };
+                let error = match late {
+                    Some(late) => owed.late(late),
+                    None => self.explain(&owed, error),
+                };
                 Outcome::Failed(FetchFailure::new(error, slot.abandon()))
             }
         };

@@ -12,23 +12,30 @@ const DEADLINE: Duration = Duration::from_millis(200);
 const FIRST: ExpertKey = ExpertKey { layer: 0, expert: 0 };
 const SECOND: ExpertKey = ExpertKey { layer: 0, expert: 1 };
 
-/// A backend with one read in flight at once, that reads `store`'s only layer from a pipe.
+/// A backend that reads each of `store`'s layers from a pipe, with one read in flight for each.
 struct Piped {
     store: TestStore,
     tier: Option<RingTier>,
-    pipe: File,
+    pipes: Vec<File>,
 }
 
 impl Piped {
     fn new(deadline: Duration) -> Self {
-        let store = TestStore::new(1, 2, &[5_000], 1);
-        let (reads, writes) = io::pipe().unwrap();
-        let (reads, pipe) = (File::from(OwnedFd::from(reads)), OwnedFd::from(writes).into());
-        let options =
-            RingOptions { depth: 1, piece_bytes: 65536, usual_bytes: 65536, drop_wait: deadline };
-        let (ring, driver) = Ring::open(&[reads], options).expect("io_uring");
-        let tier = RingTier::start(store.open(), ring, driver, deadline).unwrap();
-        Self { store, tier: Some(tier), pipe }
+        Self::with(1, (deadline, BOUND))
+    }
+
+    fn with(layers: u32, bounds: (Duration, Duration)) -> Self {
+        let store = TestStore::new(layers, 2, &[5_000], 1);
+        let ends = (0..layers).map(|_| io::pipe().unwrap());
+        let ends = ends.map(|(reads, writes)| {
+            (File::from(OwnedFd::from(reads)), File::from(OwnedFd::from(writes)))
+        });
+        let (reads, pipes): (Vec<_>, Vec<_>) = ends.unzip();
+        let (depth, drop_wait) = (layers, bounds.0);
+        let options = RingOptions { depth, piece_bytes: 65536, usual_bytes: 65536, drop_wait };
+        let (ring, driver) = Ring::open(&reads, options).expect("io_uring");
+        let tier = RingTier::start(store.open(), ring, driver, bounds).unwrap();
+        Self { store, tier: Some(tier), pipes }
     }
 
     fn tier(&self) -> &RingTier {
@@ -50,12 +57,16 @@ impl Piped {
     }
 
     /// Lets the read in flight have the record of `key`.
-    fn feed(&mut self, key: ExpertKey) {
+    fn feed(&self, key: ExpertKey) {
+        (&self.pipes[key.layer as usize]).write_all(&self.record(key)).unwrap();
+    }
+
+    fn record(&self, key: ExpertKey) -> Vec<u8> {
         let store = self.store.open();
         let stride = store.manifest().layout().locate(key).unwrap().stride();
         let mut record = vec![0; usize::try_from(stride).unwrap()];
         store.read_at(key, 0, &mut record).unwrap();
-        self.pipe.write_all(&record).unwrap();
+        record
     }
 }
 
@@ -65,7 +76,7 @@ fn next(tier: &RingTier, queue: &CompletionQueue) -> Completion {
 
 #[test]
 fn a_late_request_ends_and_its_slot_comes_back_when_its_read_does() {
-    let mut piped = Piped::new(DEADLINE);
+    let piped = Piped::new(DEADLINE);
     let arena = small_arena(2);
     let queue = CompletionQueue::new();
     piped.submit(&arena, &[FIRST, SECOND], &queue);
@@ -87,7 +98,7 @@ fn a_late_request_ends_and_its_slot_comes_back_when_its_read_does() {
 
 #[test]
 fn a_record_in_time_heals_the_backend() {
-    let mut piped = Piped::new(DEADLINE);
+    let piped = Piped::new(DEADLINE);
     let arena = small_arena(1);
     let queue = CompletionQueue::new();
     piped.submit(&arena, &[FIRST], &queue);
@@ -213,4 +224,74 @@ fn slots_of_the_named_arena_are_read_into_as_registered_memory() {
     assert!(tier.reads().fixed == fixed && tier.reads().plain > 0);
     let second = "metrale_fallbacks_total{backend=uma,reason=second_arena}";
     assert_eq!(meters.count(second), 1, "the second arena, and no other");
+}
+
+#[test]
+fn a_queue_that_takes_longer_than_every_bound_is_served_while_the_disk_gives() {
+    const BOUNDS: Duration = Duration::from_millis(300);
+    const REQUESTS: usize = 12;
+    let piped = Piped::with(1, (BOUNDS, BOUNDS));
+    let arena = small_arena(REQUESTS as u32);
+    let queue = CompletionQueue::new();
+    let keys: Vec<_> = [FIRST, SECOND].into_iter().cycle().take(REQUESTS).collect();
+    let start = Instant::now();
+    piped.submit(&arena, &keys, &queue);
+    for key in keys {
+        // The pace of the disk; nothing waits for it.
+        std::thread::sleep(BOUNDS / 6);
+        piped.feed(key);
+        let end = next(piped.tier(), &queue);
+        let fetched = end.outcome.unwrap_or_else(|failure| panic!("{failure}"));
+        assert!(end.key == key && fetched.residency.payload() == piped.store.payload(key));
+    }
+    assert!(
+        start.elapsed() > BOUNDS,
+        "the queue was longer than the bounds: {:?}",
+        start.elapsed()
+    );
+    assert!(piped.tier().healthy());
+}
+
+#[test]
+fn a_disk_that_gives_a_byte_now_and_then_costs_a_request_its_total_and_no_more() {
+    const TOTAL: Duration = Duration::from_millis(600);
+    let piped = Piped::with(1, (DEADLINE, TOTAL));
+    let arena = small_arena(1);
+    let queue = CompletionQueue::new();
+    let start = Instant::now();
+    piped.submit(&arena, &[FIRST], &queue);
+    let mut record = piped.record(FIRST).into_iter();
+    let end = loop {
+        assert!(start.elapsed() < BOUND, "the request ends");
+        if let Some(end) = piped.tier().poll(&queue, DEADLINE / 10) {
+            break end;
+        }
+        (&piped.pipes[0]).write_all(&[record.next().expect("a long record")]).unwrap();
+    };
+    let failure = end.outcome.expect_err("late");
+    assert!(failure.to_string().contains("METRALE_EXPERT_TOTAL_MS"), "{failure}");
+    assert!(start.elapsed() >= TOTAL, "{:?}", start.elapsed());
+}
+
+#[test]
+fn a_read_that_the_disk_keeps_gains_no_time_by_those_that_it_got_later() {
+    let piped = Piped::with(2, (DEADLINE, BOUND));
+    let arena = small_arena(2);
+    let (queue, others) = (CompletionQueue::new(), CompletionQueue::new());
+    let start = Instant::now();
+    piped.submit(&arena, &[FIRST], &queue);
+    piped.wait_for_read();
+    let later = ExpertKey::new(1, 0);
+    let end = loop {
+        assert!(start.elapsed() < BOUND, "the request ends");
+        piped.submit(&arena, &[later], &others);
+        piped.feed(later);
+        assert!(next(piped.tier(), &others).outcome.is_ok(), "the disk gives what came later");
+        if let Some(end) = queue.pop(DEADLINE / 10) {
+            break end;
+        }
+    };
+    let failure = end.outcome.expect_err("late");
+    assert!(failure.to_string().contains("METRALE_EXPERT_DEADLINE_MS"), "{failure}");
+    assert_eq!(end.key, FIRST);
 }

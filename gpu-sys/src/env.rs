@@ -56,11 +56,12 @@ variables! {
     EXPERT_DEPTH: "16", "requests, 1-512",
         "Requests in flight per connection: more hide latency, and hold more slots at once.";
     EXPERT_DEADLINE_MS: "2000", "ms, 1-600000",
-        "Longest wait for the record that is due: shorter finds a dead peer sooner, and gives up \
-         on a slow link.";
+        "Longest time in which a disk or rail brings nothing, or a TCP connection no whole record, \
+         before what waits for it fails: shorter finds a dead one sooner, and gives up on one that \
+         pauses.";
     EXPERT_TOTAL_MS: "30000", "ms, 1-3600000",
-        "Longest time from asking a peer for a record to its end: what waits behind others that \
-         each keep the deadline ends here.";
+        "Longest time from asking a disk or peer for the first byte of a record to the end of its \
+         request. Waiting behind others before that costs no request its time, while records come.";
     EXPERT_CONNECT_MS: "1000", "ms, 1-600000",
         "Longest time to look up the peer's address, connect and shake hands.";
     EXPERT_ATTEMPTS: "3", "sends, 1-100",

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use expert_peer::cli::{UsageError, store_error};
 use expert_tier::fallback::{FallbackOptions, FallbackTier, NotOpened, WayPlan};
@@ -95,17 +96,15 @@ impl BackendArgs {
         Ok(match kind {
             TierKind::Posix => {
                 let options = self.posix()?;
-                let deadline = options.deadline;
-                local(kind, self.store(kind)?, deadline, move |store| {
+                let bounds = (options.deadline, options.total);
+                local(kind, self.store(kind)?, bounds, move |store| {
                     PosixTier::open(store, options.clone())
                 })
             }
             TierKind::Uma => {
                 let options = self.uma()?;
-                let deadline = options.deadline;
-                local(kind, self.store(kind)?, deadline, move |store| {
-                    UmaTier::open(store, &options)
-                })
+                let bounds = (options.deadline, options.total);
+                local(kind, self.store(kind)?, bounds, move |store| UmaTier::open(store, &options))
             }
             TierKind::Rdma => over_tcp(self.tcp()?),
             #[cfg(metrale_rdma_verbs)]
@@ -119,18 +118,19 @@ impl BackendArgs {
 fn local<T: ExpertTier + 'static>(
     kind: TierKind,
     store: PathBuf,
-    deadline: std::time::Duration,
+    (deadline, total): (Duration, Duration),
     open: impl Fn(&std::path::Path) -> Result<T, StoreError> + Send + Sync + 'static,
 ) -> WayPlan {
     let open = move |_| match open(&store) {
         Ok(tier) => Ok(Arc::new(tier) as Arc<dyn ExpertTier>),
         Err(error) => Err(NotOpened::Refused(store_error(&store, error).into())),
     };
-    WayPlan { kind, deadline, bound: deadline, open: Box::new(open) }
+    WayPlan { kind, deadline, bound: deadline.saturating_add(total), open: Box::new(open) }
 }
 
 fn over_tcp(options: TcpOptions) -> WayPlan {
-    let (kind, deadline, bound) = (TierKind::Rdma, options.deadline, options.total);
+    let (kind, deadline) = (TierKind::Rdma, options.deadline);
+    let bound = deadline.saturating_add(options.total);
     let open = move |wanted: Option<Fingerprint>| {
         let fingerprint = wanted.or(options.fingerprint);
         match TcpTier::connect(TcpOptions { fingerprint, ..options.clone() }) {
@@ -143,7 +143,8 @@ fn over_tcp(options: TcpOptions) -> WayPlan {
 
 #[cfg(metrale_rdma_verbs)]
 fn over_verbs(options: VerbsOptions) -> WayPlan {
-    let (kind, deadline, bound) = (TierKind::RdmaVerbs, options.deadline, options.total);
+    let (kind, deadline) = (TierKind::RdmaVerbs, options.deadline);
+    let bound = deadline.saturating_add(options.total);
     let open = move |wanted: Option<Fingerprint>| {
         let fingerprint = wanted.or(options.fingerprint);
         match VerbsTier::connect(VerbsOptions { fingerprint, ..options.clone() }) {

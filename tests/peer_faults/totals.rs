@@ -14,7 +14,8 @@ use expert_tier::tier::{Completion, CompletionQueue, ExpertTier};
 
 use crate::peer_support::scripted::{Scripted, answer, record};
 use crate::peer_support::{
-    BOUND, assert_right, fetch_until_right, keys, next, options, small_store, submit, wait_until,
+    BOUND, DEADLINE, assert_right, fetch, fetch_batch, fetch_until_right, keys, next, options,
+    small_store, submit, wait_until,
 };
 
 const KEY: ExpertKey = ExpertKey::new(1, 3);
@@ -82,24 +83,55 @@ fn a_peer_that_keeps_every_deadline_does_not_stretch_a_requests_total() {
 }
 
 #[test]
-fn what_waits_behind_the_pipeline_ends_with_its_slot() {
+fn what_waits_behind_the_pipeline_does_not_age_while_answers_come() {
     let store = Arc::new(small_store(92));
     let peer = slow(&store);
     let options = TcpOptions { total: TOTAL, depth: 1, ..options(peer.address()) };
     let tier = TcpTier::connect(options).unwrap();
     let arena = small_arena(16);
-    let queue = CompletionQueue::new();
-    let keys = keys(tier.manifest());
-    submit(&tier, &arena, &keys, &queue);
-    let mut without_slot = 0;
-    for _ in &keys {
-        let completion = next(&tier, &queue);
-        if let Err(failure) = &completion.outcome {
-            assert_total(&completion);
-            without_slot += usize::from(failure.slot.is_none());
-        }
+    let start = Instant::now();
+    for completion in fetch_batch(&tier, &arena, &keys(tier.manifest())) {
+        let fetched = completion.outcome.unwrap_or_else(|failure| panic!("{failure}"));
+        assert_right(&store, completion.key, &fetched);
     }
-    assert!(without_slot <= 1, "one request is on the wire, {without_slot} have no slot");
+    assert!(start.elapsed() > TOTAL * 2, "the queue was longer than the total");
+    assert_eq!(tier.reconnects(), 0);
+}
+
+#[test]
+fn a_blocking_fetch_keeps_its_place_behind_others_for_as_long_as_answers_come() {
+    let store = Arc::new(small_store(96));
+    let peer = slow(&store);
+    let (deadline, total) = (DEADLINE, Duration::from_millis(1));
+    let depth = 1;
+    // Each answer is late by its total, and yet the line moves on.
+    let options = TcpOptions { deadline, total, depth, ..options(peer.address()) };
+    let tier = TcpTier::connect(options).unwrap();
+    let arena = small_arena(16);
+    let (queue, keys) = (CompletionQueue::new(), keys(tier.manifest()));
+    submit(&tier, &arena, &keys[..15], &queue);
+    let start = Instant::now();
+    let failure = fetch(&tier, &arena, keys[15]).expect_err("its own total is short");
+    let took = start.elapsed();
+    let FetchError::Deadline { bound: Bound::Total, .. } = *failure.error else {
+        panic!("{failure}")
+    };
+    assert!(took > tier.bound() + Duration::from_secs(1), "it waited for its turn: {took:?}");
+}
+
+#[test]
+fn what_waits_for_links_that_come_up_and_break_ends_with_its_slot() {
+    let store = Arc::new(small_store(97));
+    let peer = Scripted::attached(&store, |conn| conn.request().map(drop));
+    let attempts = u32::MAX;
+    let options = TcpOptions { total: TOTAL, depth: 1, attempts, ..options(peer.address()) };
+    let tier = TcpTier::connect(options).unwrap();
+    let arena = small_arena(16);
+    let completions = fetch_batch(&tier, &arena, &keys(tier.manifest()));
+    for completion in &completions {
+        assert_total(completion);
+    }
+    drop(completions);
     wait_until("every slot to come back", || arena.free_slots() == 16);
 }
 

@@ -35,6 +35,7 @@ use io_uring::{IoUring, opcode, squeue, types};
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::table::{Table, Then};
+use crate::error::Bound;
 use crate::tier::after;
 
 /// Memory that an extent is read into.
@@ -248,10 +249,19 @@ impl<M, U> Ring<M, U> {
         }
     }
 
-    /// Looks at every job that began at least `age` ago and has not ended.
-    pub(crate) fn overdue(&self, age: Duration, mut look: impl FnMut(&mut U)) {
-        let mut table = self.0.lock();
-        table.running().filter(|job| job.begun.elapsed() >= age).for_each(|job| look(&mut job.tag));
+    /// Looks at every job that has not ended although the disk has given nothing for the first of
+    /// `bounds`, or the second has passed since the job's first read.
+    pub(crate) fn overdue(
+        &self,
+        bounds: (Duration, Duration),
+        look: impl FnMut(&mut U, (Bound, Duration)),
+    ) {
+        self.0.lock().overdue(bounds, look);
+    }
+
+    /// Looks at every job that has not ended.
+    pub(crate) fn running(&self, mut look: impl FnMut(&mut U)) {
+        self.0.lock().running().for_each(|job| look(&mut job.tag));
     }
 
     /// Takes the jobs that have ended, as the driver's turns do: for when there is none any more.
@@ -382,6 +392,7 @@ impl<M, U> Core<M, U> {
         again: &mut Vec<(u32, usize)>,
     ) -> bool {
         let mut continued = false;
+        let now = Instant::now();
         // SAFETY: the driver alone gets here, from `turn`, which has it mutably.
         for entry in unsafe { self.uring.completion_shared() } {
             let data = entry.user_data();
@@ -392,6 +403,9 @@ impl<M, U> Core<M, U> {
             }
             let (index, piece) = ((data >> 32) as u32, data as u32 as usize);
             table.in_flight -= 1;
+            if entry.result() > 0 {
+                table.delivered(index, now);
+            }
             let Some(job) = table.at(index) else { continue };
             match job.completed(piece, entry.result()) {
                 Then::Over => {}
@@ -467,8 +481,7 @@ impl<M, U> Core<M, U> {
         // SAFETY: the bytes lie within the target's memory (`add` compared the extent with it),
         // which the job keeps until `outstanding` is zero again.
         unsafe { self.push(&entry.user_data(user_data))? };
-        job.outstanding += 1;
-        table.in_flight += 1;
+        table.given(index);
         count.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }

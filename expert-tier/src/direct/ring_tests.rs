@@ -286,11 +286,19 @@ fn an_overdue_job_is_seen_by_its_tag_alone_and_ends_when_its_read_does() {
     let (ring, mut driver) = ring(&[reads], 2);
     ring.submit([(whole(4096), Pages::new(4096), 5)]);
     assert!(turn_until(&mut driver, || ring.in_flight() == 1).is_empty());
+    const LONG: Duration = Duration::from_secs(3600);
     let mut overdue = Vec::new();
-    ring.overdue(Duration::from_secs(3600), |tag| overdue.push(*tag));
+    ring.overdue((LONG, LONG), |tag, _| overdue.push(*tag));
     assert!(overdue.is_empty());
-    ring.overdue(Duration::ZERO, |tag| overdue.push(std::mem::replace(tag, 6)));
-    assert_eq!(overdue, [5]);
+    for (bounds, passed) in
+        [((Duration::ZERO, LONG), Bound::Due), ((LONG, Duration::ZERO), Bound::Total)]
+    {
+        ring.overdue(bounds, |tag, (bound, _)| {
+            assert_eq!(bound, passed);
+            overdue.push(std::mem::replace(tag, 6));
+        });
+    }
+    assert_eq!(overdue, [5, 6]);
 
     // In two parts, of which the first is a short read.
     writes.write_all(&[1; 1000]).unwrap();

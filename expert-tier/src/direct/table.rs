@@ -7,9 +7,10 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::ring::{Extent, Finished, Start, Target};
+use crate::error::Bound;
 
 /// Jobs by index; entries are used again, and with them what they have allocated.
 pub(super) struct Table<M, U> {
@@ -23,6 +24,10 @@ pub(super) struct Table<M, U> {
     pub(super) in_flight: u32,
     /// Room that a new entry makes for pieces, so that reusing it allocates nothing.
     usual_pieces: usize,
+    /// Jobs asked for so far.
+    asked: u64,
+    /// The turn of the earliest job for which something has come since the bounds were last looked at.
+    earliest_delivery: Option<u64>,
 }
 
 struct Entry<M, U> {
@@ -58,7 +63,11 @@ pub(super) struct Job<M, U> {
     pub(super) tag: U,
     pub(super) start: Start,
     pub(super) extent: Extent,
-    pub(super) begun: Instant,
+    /// Its turn, and when its first read was given to the kernel.
+    asked: Option<(u64, Instant)>,
+    /// When the disk last gave something of it, or of a job before it; at first, when it was taken, and
+    /// again when its first read was given to the kernel.
+    moved: Instant,
     pub(super) piece_bytes: usize,
     /// The pieces submitted so far.
     pub(super) pieces: Vec<Piece>,
@@ -88,7 +97,8 @@ impl<M: Target, U> Table<M, U> {
             tag,
             start: Start(start),
             extent,
-            begun: Instant::now(),
+            asked: None,
+            moved: Instant::now(),
             piece_bytes,
             pieces,
             reported: 0,
@@ -111,6 +121,58 @@ impl<M, U> Table<M, U> {
             ended: Vec::new(),
             in_flight: 0,
             usual_pieces,
+            asked: 0,
+            earliest_delivery: None,
+        }
+    }
+
+    /// A read of job `index` has been given to the kernel.
+    pub(super) fn given(&mut self, index: u32) {
+        self.in_flight += 1;
+        let turn = self.asked;
+        let Some(job) = self.at(index) else { return };
+        job.outstanding += 1;
+        if job.asked.is_none() {
+            let now = Instant::now();
+            (job.asked, job.moved) = (Some((turn, now)), now);
+            self.asked += 1;
+        }
+    }
+
+    /// The disk has given something of job `index`.
+    pub(super) fn delivered(&mut self, index: u32, now: Instant) {
+        let Some(job) = self.at(index) else { return };
+        job.moved = now;
+        let Some((turn, _)) = job.asked else { return };
+        let earliest = self.earliest_delivery.get_or_insert(turn);
+        *earliest = turn.min(*earliest);
+    }
+
+    /// Looks at every running job for which a bound has passed: the disk has given nothing for
+    /// `deadline`, or the job was asked for `total` ago.
+    ///
+    /// What the disk gives of one job shows that it works for those that were asked for later, or wait
+    /// to be: these lie behind in the kernel's queue or in this one. It says nothing of jobs before, which
+    /// the disk may keep while it gives others. Waiting has no other bound. The queue is first in, first
+    /// out, and each job before another ends within `total`, so none waits for ever.
+    pub(super) fn overdue(
+        &mut self,
+        (deadline, total): (Duration, Duration),
+        mut look: impl FnMut(&mut U, (Bound, Duration)),
+    ) {
+        let (now, earliest) = (Instant::now(), self.earliest_delivery.take());
+        for job in self.running() {
+            let turn = job.asked.map_or(u64::MAX, |(turn, _)| turn);
+            if earliest.is_some_and(|earliest| earliest < turn) {
+                job.moved = now;
+            }
+            let silence = now.saturating_duration_since(job.moved);
+            let age = job.asked.map(|(_, at)| now.saturating_duration_since(at));
+            if silence >= deadline {
+                look(&mut job.tag, (Bound::Due, silence));
+            } else if let Some(age) = age.filter(|age| *age >= total) {
+                look(&mut job.tag, (Bound::Total, age));
+            }
         }
     }
 

@@ -21,7 +21,9 @@
 //! request costs no hand-over to another thread, and, while the first way works, no allocation and
 //! no lock but for a glance.
 //!
-//! A request ends within the sum of the ways' bounds, since each may take all of its own.
+//! Each way bounds what it has by its own clocks: a request that waits in a way's queue does not age
+//! while that way brings records. A request that has none before it ends within the sum of the ways'
+//! bounds, since each may take all of its own.
 
 mod late;
 mod relay;
@@ -321,9 +323,13 @@ impl ExpertTier for FallbackTier {
         self.shared.ways[0].deadline
     }
 
-    /// The sum of all ways'.
+    /// The sum of all ways'. A request that goes to another way takes its place behind what waits there.
     fn bound(&self) -> Duration {
         self.shared.ways.iter().fold(Duration::ZERO, |sum, way| sum.saturating_add(way.bound))
+    }
+
+    fn ended(&self) -> u64 {
+        self.shared.ways.iter().filter_map(Way::tier).map(|tier| tier.ended()).sum()
     }
 
     fn use_arena(&self, arena: &ExpertArena) {

@@ -283,7 +283,7 @@ fn a_request_cancelled_between_two_ways_is_cancelled() {
 #[test]
 fn bounds_add_up_and_kind_and_deadline_are_the_first_ways() {
     let it = Ways::new(3, patient());
-    assert_eq!(it.tier.bound(), DEADLINES * 3);
+    assert_eq!(it.tier.bound(), (DEADLINES + PosixOptions::default().total) * 3);
     assert_eq!(it.tier.deadline(), DEADLINES);
     assert_eq!(it.tier.kind(), TierKind::Posix);
     assert!(it.tier.is_complete());

@@ -157,8 +157,8 @@ impl ExpertStore {
     /// and without passing through this process; says how many went: at least one.
     ///
     /// # Errors
-    /// As for [`read_at`](Self::read_at); [`StoreError::Io`] also where the socket failed or its
-    /// send timeout passed.
+    /// As for [`read_at`](Self::read_at); [`StoreError::Io`] also where the socket failed, its
+    /// send timeout passed, or it does not block and has no room.
     pub fn send_at(
         &self,
         key: ExpertKey,

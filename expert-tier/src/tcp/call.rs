@@ -1,6 +1,6 @@
 //! One request on its way through the backend.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::TcpOptions;
 use crate::arena::{Free, Slot};
@@ -15,6 +15,9 @@ pub(super) struct Call {
     pub(super) identity: RecordIdentity,
     pub(super) queue: CompletionQueue,
     pub(super) submitted: Instant,
+    /// When it was first sent: its total runs from then on, however often it is sent again.
+    pub(super) asked: Option<Instant>,
+    /// When it was last sent.
     pub(super) sent: Instant,
     pub(super) attempts: u32,
     pub(super) cancelled: bool,
@@ -31,9 +34,23 @@ impl Call {
         queue: CompletionQueue,
         submitted: Instant,
     ) -> Self {
-        let (sent, attempts, wire_id) = (submitted, 0, 0);
-        let (cancelled, told) = (false, false);
-        Self { ticket, identity, queue, submitted, sent, attempts, cancelled, told, wire_id }
+        Self {
+            ticket,
+            identity,
+            queue,
+            submitted,
+            asked: None,
+            sent: submitted,
+            attempts: 0,
+            cancelled: false,
+            told: false,
+            wire_id: 0,
+        }
+    }
+
+    /// How long ago it was asked for, where that is `total` or longer.
+    pub(super) fn past_total(&self, total: Duration) -> Option<Duration> {
+        self.asked.map(|asked| asked.elapsed()).filter(|age| *age >= total)
     }
 
     pub(super) fn key(&self) -> ExpertKey {

@@ -115,10 +115,9 @@ impl Desk {
     /// Tells the caller of the request that is arriving, if its time is over. Its slot stays with
     /// it until the answer has been drained.
     pub(super) fn tell_if_late(&self, call: &mut Call) {
-        let waited = call.submitted.elapsed();
-        if call.told || waited < self.options.total {
+        let Some(waited) = call.past_total(self.options.total).filter(|_| !call.told) else {
             return;
-        }
+        };
         let told = Ended { call: call.clone(), slot: None, why: Why::Late(Bound::Total, waited) };
         call.told = true;
         self.end(told);

@@ -154,6 +154,7 @@ impl State {
             let Some(mut pending) = self.waiting.pop_front() else { break };
             pending.call.wire_id = self.next_wire_id;
             pending.call.sent = now;
+            pending.call.asked.get_or_insert(now);
             pending.call.attempts += 1;
             self.next_wire_id += 1;
             if link.flying.is_empty() && link.due_bytes == 0 {
@@ -203,12 +204,13 @@ impl State {
             // neighbours it costs them no more of their attempts.
             flying.rotate_left(1);
         }
+        let silence = link.head_since.elapsed();
         let stalled = matches!(end, LinkEnd::Stalled);
         let closing = matches!(end, LinkEnd::Closing);
         let mut ended = Vec::new();
         let mut again = Vec::new();
         for pending in flying.into_iter().filter(|pending| !pending.call.told) {
-            let waited = pending.call.sent.elapsed();
+            let waited = pending.call.sent.elapsed().min(silence);
             if stalled && waited >= options.deadline {
                 ended.push(Ended::new(pending, Why::Late(Bound::Due, waited)));
             } else if closing || pending.call.may_retry(options) {
@@ -220,8 +222,12 @@ impl State {
         again.into_iter().rev().for_each(|pending| self.waiting.push_front(pending));
         // With no answer on any link for a deadline, the peer has stalled and not this link
         // alone: what has waited behind the pipelines for as long must not wait for it again.
-        if stalled && self.last_answer.elapsed() >= options.deadline {
-            self.end_waiting(options.deadline, Bound::Due, &mut ended);
+        if stalled {
+            let silence = self.silence();
+            self.end_waiting(Bound::Due, &mut ended, |call| {
+                let silent = call.submitted.elapsed().min(silence);
+                Some(silent).filter(|silent| *silent >= options.deadline)
+            });
         }
         ended
     }
@@ -238,13 +244,31 @@ impl State {
         self.waiting.drain(..).map(lost).collect()
     }
 
-    /// Ends what was submitted longer ago than `total`. What is on a link keeps its slot: the
+    /// How long no link has had an answer.
+    fn silence(&self) -> Duration {
+        self.last_answer.elapsed()
+    }
+
+    /// Ends what was asked for longer ago than `total`. What is on a link keeps its slot: the
     /// answer is still to come, and goes there.
+    ///
+    /// What has never been asked for does not age while answers come: the line is first in, first out,
+    /// and what is before it ends within `total`. It ends here where none has come for `total`, or for
+    /// the deadline where that is longer: where links come up and break, again and again.
     pub(super) fn past_total(&mut self, options: &TcpOptions, ended: &mut Vec<Ended>) {
-        self.end_waiting(options.total, Bound::Total, ended);
+        let (silence, most) = (self.silence(), options.total.max(options.deadline));
+        self.end_waiting(Bound::Total, ended, |call| match call.asked {
+            Some(_) => call.past_total(options.total),
+            None => {
+                let silent = call.submitted.elapsed().min(silence);
+                Some(silent).filter(|silent| *silent >= most)
+            }
+        });
         for pending in self.links.iter_mut().flat_map(|link| link.flying.iter_mut()) {
-            let waited = pending.call.submitted.elapsed();
-            if waited >= options.total && !pending.call.told {
+            if pending.call.told {
+                continue;
+            }
+            if let Some(waited) = pending.call.past_total(options.total) {
                 let call = pending.call.clone();
                 ended.push(Ended { call, slot: None, why: Why::Late(Bound::Total, waited) });
                 pending.call.told = true;
@@ -252,17 +276,20 @@ impl State {
         }
     }
 
-    /// Ends what waits and was submitted longer ago than `most`.
-    fn end_waiting(&mut self, most: Duration, bound: Bound, ended: &mut Vec<Ended>) {
-        if self.waiting.iter().all(|pending| pending.call.submitted.elapsed() < most) {
+    /// Ends what waits and is `late`, by what that says.
+    fn end_waiting(
+        &mut self,
+        bound: Bound,
+        ended: &mut Vec<Ended>,
+        late: impl Fn(&Call) -> Option<Duration>,
+    ) {
+        if self.waiting.iter().all(|pending| late(&pending.call).is_none()) {
             return;
         }
         for pending in std::mem::take(&mut self.waiting) {
-            let waited = pending.call.submitted.elapsed();
-            if waited >= most {
-                ended.push(Ended::new(pending, Why::Late(bound, waited)));
-            } else {
-                self.waiting.push_back(pending);
+            match late(&pending.call) {
+                Some(waited) => ended.push(Ended::new(pending, Why::Late(bound, waited))),
+                None => self.waiting.push_back(pending),
             }
         }
     }

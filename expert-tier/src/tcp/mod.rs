@@ -10,11 +10,15 @@
 //!   request sent before that span began fails with it. Where no stream has had an answer for as
 //!   long, so does every request that waits behind them: a stalled peer costs one deadline
 //!   however many requests it holds.
-//! * However the peer answers, a request ends `total` after it was submitted, with `Deadline`.
+//! * However the peer answers, a request ends `total` after it was first sent, with `Deadline`.
 //!   The clock of `deadline` starts anew with each answer, so it finds a stall but does not bound
 //!   a request: behind fifteen others, each just in time, it is sixteen deadlines old. One that
-//!   waits ends there and then. One that is on a stream ends for its caller, and its slot stays
-//!   with the stream until the answer has been drained or the stream has ended.
+//!   waits to be sent again ends there and then. One that is on a stream ends for its caller, and its
+//!   slot stays with the stream until the answer has been drained or the stream has ended.
+//! * A request that waits to be sent for the first time does not age while answers come, on whichever
+//!   stream. It is first in, first out, and each one before it ends within `total`, so none waits for
+//!   ever. Where no answer has come for `total`, or for `deadline` if that is
+//!   longer, it ends.
 //! * Requests wait for a connection at most `deadline` after the last stream was lost. Once a
 //!   peer has been gone for longer, requests fail at once, until a stream is back.
 //! * A request is sent at most `attempts` times. One whose answer breaks off is sent again behind
@@ -79,7 +83,7 @@ pub struct TcpOptions {
     /// Longest time without the record that is due: finds a peer that has stalled. Once no
     /// connection has been up for as long, requests fail at once until one is back.
     pub deadline: Duration,
-    /// Longest time from submitting a request to its end, whatever the peer does.
+    /// Longest time from first sending a request to its end, whatever the peer does.
     pub total: Duration,
     /// Longest time to look up the peer's address, connect and shake hands.
     pub connect: Duration,
@@ -189,7 +193,11 @@ impl ExpertTier for TcpTier {
     }
 
     fn bound(&self) -> Duration {
-        self.desk.options.total
+        self.desk.options.deadline.saturating_add(self.desk.options.total)
+    }
+
+    fn ended(&self) -> u64 {
+        self.desk.accounts.ended()
     }
 
     fn submit(&self, batch: &mut Vec<FetchRequest>, queue: &CompletionQueue) {

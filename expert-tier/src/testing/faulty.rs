@@ -119,6 +119,10 @@ impl<T: ExpertTier> ExpertTier for FaultyTier<T> {
         self.inner.bound()
     }
 
+    fn ended(&self) -> u64 {
+        self.inner.ended()
+    }
+
     fn use_arena(&self, arena: &ExpertArena) {
         self.inner.use_arena(arena);
     }

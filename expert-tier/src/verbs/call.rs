@@ -25,6 +25,8 @@ pub(super) struct Call {
     pub(super) layer_index: usize,
     pub(super) queue: CompletionQueue,
     pub(super) submitted: Instant,
+    /// When its first part was posted or asked for: its total runs from then on.
+    pub(super) asked: Option<Instant>,
     pub(super) attempts: u32,
     pub(super) slot: Slot<Parted>,
     /// Parts that came back from a rail that broke, to be read again.
@@ -64,6 +66,7 @@ impl Call {
             layer_index,
             queue,
             submitted,
+            asked: None,
             attempts,
             slot,
             back,

@@ -38,8 +38,8 @@ impl Desk {
     /// Nothing of `call` flies: what it came to.
     fn finish(&self, call: Call) {
         let key = call.key();
-        let Call { ticket, identity, layer_index, queue, submitted, attempts, slot, back, .. } =
-            call;
+        let Call { ticket, identity, layer_index, queue, submitted, asked, attempts, .. } = call;
+        let (slot, back) = (call.slot, call.back);
         let (was_pushed, generation) = (call.was_pushed, call.generation);
         drop(back);
         let gathered = slot.gather();
@@ -71,7 +71,7 @@ impl Desk {
                     #[cfg(feature = "unverified")]
                     Judged::Unchecked(unchecked) => Outcome::Unchecked(unchecked),
                     Judged::Rejected(rejected) => {
-                        let call = Again { ticket, identity, queue, submitted, attempts };
+                        let call = Again { ticket, identity, queue, submitted, asked, attempts };
                         return self.reject(layer_index, call, rejected, generation);
                     }
                 },
@@ -105,7 +105,7 @@ impl Desk {
                 "a record was rejected");
         }
         self.accounts.count_mismatch();
-        let Again { ticket, identity, queue, submitted, attempts } = again;
+        let Again { ticket, identity, queue, submitted, asked, attempts } = again;
         let slot = match slot.begin_parted(identity) {
             Ok(slot) if attempts < self.options.attempts => slot,
             Ok(slot) => {
@@ -125,7 +125,7 @@ impl Desk {
             self.reports.is_damaged(key);
         }
         let way = if state.can_push() { Way::Push } else { Way::Read };
-        state.add(Call { attempts: attempts + 1, way, ..call });
+        state.add(Call { asked, attempts: attempts + 1, way, ..call });
         drop(state);
         // Whoever drives the rails posts it: this may be a checking thread.
         self.wants_ring.store(true, Ordering::Release);
@@ -146,8 +146,8 @@ impl Desk {
         let mut late = Vec::new();
         self.lock().expire(&self.options, &mut over, &mut late);
         self.finish_all(over);
-        for Late { ticket, key, queue, submitted } in late {
-            let (backend, waited, bound) = (TierKind::RdmaVerbs, submitted.elapsed(), Bound::Total);
+        for Late { ticket, key, queue, submitted, waited } in late {
+            let (backend, bound) = (TierKind::RdmaVerbs, Bound::Total);
             let error = Box::new(FetchError::Deadline { key, backend, waited, bound });
             self.refuse(ticket, key, &queue, submitted, FetchFailure { error, slot: None });
         }
@@ -160,5 +160,6 @@ struct Again {
     identity: RecordIdentity,
     queue: CompletionQueue,
     submitted: Instant,
+    asked: Option<Instant>,
     attempts: u32,
 }

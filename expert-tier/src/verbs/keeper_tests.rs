@@ -106,6 +106,7 @@ impl Bench {
             rail.use_table(Arc::clone(&table));
             desk.lock().rails.push(rail);
         }
+        desk.lock().down_since = None;
         let checker = PartChecker::start("check", 0).expect("no threads");
         let (arena, queue) = (small_arena(EXPERTS), CompletionQueue::new());
         Self { store, desk, checker, arena, queue, table }
@@ -168,9 +169,10 @@ fn rail(desk: &Desk, device: &str, slot: usize) -> Rail {
 fn rail_with(desk: &Desk, device: &str, slot: usize, push: Option<SpillTerms>) -> Rail {
     let spec = spec(device, slot as u8 + 1);
     let (known, number) = (desk.devices.device(device).expect("a fake one"), desk.next_rail());
+    let depth = desk.options.queue_pair_depth;
     let queue_pairs = 2 + u8::from(push.is_some());
     let create = Create { rail: 0, local: spec.clone(), queue_pairs, push };
-    let prepared = PreparedRail::new(&create, known, 64).expect("queue pairs");
+    let prepared = PreparedRail::new(&create, known, depth).expect("queue pairs");
     let end = |qpn| QueuePairEnd { qpn: Qpn::new(qpn).expect("one"), psn: Psn::from_random(1) };
     let up = BringUp {
         index: 0,
@@ -528,5 +530,51 @@ fn queue_pairs_of_each_kind_allow_the_peer_what_they_are_for() {
         assert_eq!(fake::allowed("fake0")[made..], *expected, "{push:?}");
         made += expected.len();
         drop(rail);
+    }
+}
+
+#[test]
+fn a_queue_that_takes_longer_than_the_total_is_served_while_reads_land() {
+    const TOTAL: Duration = Duration::from_millis(600);
+    // Two READs at a time.
+    let bench = Bench::with_options(&["fake0"], |options| {
+        (options.deadline, options.total, options.queue_pair_depth) = (TOTAL, TOTAL, 1);
+    });
+    let start = Instant::now();
+    bench.submit(0..EXPERTS);
+    let mut came = 0;
+    while came < EXPERTS {
+        assert!(start.elapsed() < Duration::from_secs(30), "{came} records came");
+        // The pace of the link, at which a record of three parts keeps its total; nothing waits for it.
+        std::thread::sleep(TOTAL / 4);
+        fake::bring("fake0");
+        bench.drive();
+        bench.desk.expire();
+        if let Some(completion) = bench.queue.pop(Duration::ZERO) {
+            completion.outcome.unwrap_or_else(|failure| panic!("{failure}"));
+            came += 1;
+        }
+    }
+    assert!(start.elapsed() > TOTAL, "the queue was longer than the total: {:?}", start.elapsed());
+}
+
+#[test]
+fn requests_of_which_nothing_was_asked_for_end_when_nothing_comes_for_the_total() {
+    let bench = Bench::with_options(&["fake0"], |options| {
+        (options.deadline, options.total) = (Duration::from_millis(20), Duration::from_millis(50));
+        options.queue_pair_depth = 1;
+    });
+    bench.submit(0..EXPERTS);
+    let start = Instant::now();
+    let mut ends = Vec::new();
+    while ends.len() < EXPERTS as usize {
+        assert!(start.elapsed() < Duration::from_secs(30), "{} ended", ends.len());
+        bench.desk.expire();
+        ends.extend(bench.queue.pop(Duration::from_millis(10)));
+    }
+    for (at, end) in ends.into_iter().enumerate() {
+        let failure = end.outcome.expect_err("late");
+        assert!(failure.to_string().contains("METRALE_EXPERT_TOTAL_MS"), "{at}: {failure}");
+        assert_eq!(failure.slot.is_none(), end.key.expert == 0, "the device has the first");
     }
 }

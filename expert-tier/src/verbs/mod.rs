@@ -12,8 +12,10 @@
 //! * A rail on which something flies and nothing completes for `deadline` is ended: its queue pairs
 //!   are put in error, so that everything comes back, and what came back flies again on another.
 //!   What has not come back after `drain` ends with the queue pair, which is destroyed.
-//! * A request ends `total` after it was submitted, whatever the rails do. Its slot stays with the
-//!   backend until nothing can write to it any more.
+//! * A request ends `total` after its first byte was asked for, whatever the rails do. Its slot stays
+//!   with the backend until nothing can write to it any more.
+//! * A request of which nothing has been asked for does not age while something comes over a rail. It
+//!   ends where nothing has come for `total`, or for `deadline` if that is longer.
 //! * Requests wait for a rail at most `deadline` after the last one was lost. Once there has been
 //!   none for longer, they fail at once, until one is back.
 //! * A record is read at most `attempts` times, where a READ of it failed for its own sake or the
@@ -92,7 +94,7 @@ pub struct VerbsOptions {
     /// Longest time without a completion on a rail that READs fly on. Once no rail has been up for
     /// as long, requests fail at once until one is back.
     pub deadline: Duration,
-    /// Longest time from submitting a request to its end, whatever the peer does.
+    /// Longest time from the first READ or push of a request to its end, whatever the peer does.
     pub total: Duration,
     /// Longest time to connect and shake hands, and again to agree on rails.
     pub connect: Duration,
@@ -459,7 +461,11 @@ impl ExpertTier for VerbsTier {
     }
 
     fn bound(&self) -> Duration {
-        self.desk.options.total
+        self.desk.options.deadline.saturating_add(self.desk.options.total)
+    }
+
+    fn ended(&self) -> u64 {
+        self.desk.accounts.ended()
     }
 
     fn use_arena(&self, arena: &ExpertArena) {

@@ -5,6 +5,7 @@
 //! ([`State::post_push`]).
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use railset::message::Transfer;
 use railset::push::PushStatus;
@@ -65,6 +66,7 @@ impl State {
         };
         lane.reserve(part.range().len());
         call.out += 1;
+        call.asked.get_or_insert_with(Instant::now);
         call.was_pushed = true;
         let (device, transfer) = (Arc::clone(lane.device()), lane.terms().transfer);
         todo.orders.push(Order { part: part.tagged(id), key, rail, device, transfer });

@@ -5,7 +5,7 @@
 //! to their speed, and a small record, which is one part, goes whole to the better one.
 
 use std::collections::VecDeque;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use gpu_sys::verbs::{Remote, WorkError, WorkStatus};
 
@@ -36,6 +36,8 @@ pub(super) struct State {
     pushes: VecDeque<u32>,
     /// Scratch for what a rail gives back.
     back: Vec<Part>,
+    /// When something last came over any rail.
+    delivered: Instant,
     /// Since when there has been no rail; `None` while there is one.
     pub(super) down_since: Option<Instant>,
     /// Why the last rail went.
@@ -61,6 +63,8 @@ pub(super) struct Late {
     pub(super) key: ExpertKey,
     pub(super) queue: CompletionQueue,
     pub(super) submitted: Instant,
+    /// How long ago its first byte was asked for.
+    pub(super) waited: Duration,
 }
 
 impl State {
@@ -73,6 +77,7 @@ impl State {
             reads: VecDeque::new(),
             pushes: VecDeque::new(),
             back: Vec::new(),
+            delivered: Instant::now(),
             down_since: Some(Instant::now()),
             down_why: "not connected yet".into(),
             healthy: true,
@@ -256,6 +261,7 @@ impl State {
         // space.
         let address = place.address.wrapping_add(part.range().start as u64);
         call.out += 1;
+        call.asked.get_or_insert_with(Instant::now);
         rail.pick(lane, part.tagged(id), Remote { address, rkey: place.rkey });
         Picked::Part
     }
@@ -302,6 +308,7 @@ impl State {
         }
         self.back = back;
         if found {
+            self.delivered = Instant::now();
             self.healthy |= self.rails.iter().any(Rail::takes_more);
         }
         found
@@ -309,21 +316,34 @@ impl State {
 
     /// Finds the requests whose time is over: `over` gets those of which nothing flies, `late` those
     /// that stay until what flies has come back.
+    ///
+    /// A request ends `total` after its first byte was asked for. One of which nothing has been asked for
+    /// does not age while something comes over a rail: its line is first in, first out, and each request
+    /// before it ends within `total`, so none waits for ever. It ends where nothing has come for `total`,
+    /// or for the deadline where that is longer.
     pub(super) fn expire(
         &mut self,
         options: &VerbsOptions,
         over: &mut Vec<Call>,
         late: &mut Vec<Late>,
     ) {
+        let silence = self.delivered.elapsed();
         let down = self.down_since.is_some_and(|since| since.elapsed() >= options.deadline);
         for id in 0..self.calls.len() {
             let Some(call) = self.calls.find(id).filter(|call| call.is_wanted()) else { continue };
-            let (key, waited) = (call.key(), call.submitted.elapsed());
-            if waited >= options.total {
+            let key = call.key();
+            let (waited, most) = match call.asked {
+                Some(asked) => (asked.elapsed(), options.total),
+                None => {
+                    let silent = call.submitted.elapsed().min(silence);
+                    (silent, options.total.max(options.deadline))
+                }
+            };
+            if waited >= most {
                 if call.out > 0 {
                     call.told = true;
                     let (ticket, queue) = (call.ticket, call.queue.clone());
-                    late.push(Late { ticket, key, queue, submitted: call.submitted });
+                    late.push(Late { ticket, key, queue, submitted: call.submitted, waited });
                 } else {
                     let (backend, bound) = (TierKind::RdmaVerbs, Bound::Total);
                     call.failed = Some(FetchError::Deadline { key, backend, waited, bound });
