@@ -5,8 +5,9 @@ mod direct;
 mod fetch;
 #[cfg(metrale_rdma_verbs)]
 mod rails;
+mod send;
 
-use std::io::{self, Read, Write};
+use std::io::{self, Read};
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -21,6 +22,7 @@ use expert_tier::wire::io::{Clock, IoError, read_frame, write_all};
 use expert_tier::wire::message::Welcome;
 use metrics::{Counter, Histogram, counter, histogram};
 use rand::Rng;
+use rustix::event::PollFlags;
 use socket2::{SockRef, TcpKeepalive};
 
 #[cfg(metrale_rdma_verbs)]
@@ -29,6 +31,7 @@ use crate::registry::Place;
 use crate::server::Shared;
 #[cfg(metrale_rdma_verbs)]
 use direct::Direct;
+use send::{is_ready, send_all};
 
 /// Records up to this size pass through the connection's buffer: one read and one send cost less
 /// than a header of its own and a `sendfile`.
@@ -140,6 +143,11 @@ impl Connection {
         #[cfg(metrale_rdma_verbs)]
         self.end_rails();
         let Err(end) = end else { return };
+        // What is said now has bounds of its own, by the socket's timeouts.
+        if let Err(error) = self.socket.set_nonblocking(false) {
+            tracing::debug!(%client, %error, "a socket stays as it is");
+            return;
+        }
         match &end {
             End::Closed => tracing::debug!(%client, "a connection ended"),
             End::Handshake(error) => {
@@ -196,7 +204,12 @@ impl Connection {
         if self.socket.shutdown(Shutdown::Write).is_err() {
             return;
         }
-        while Instant::now() < until {
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            // No timeout of zero: that means none at all.
+            if left.is_zero() || self.socket.set_read_timeout(Some(left)).is_err() {
+                return;
+            }
             match self.socket.read(&mut rest) {
                 Ok(0) => return,
                 Ok(_) => {}
@@ -250,8 +263,8 @@ impl Connection {
     }
 
     fn serve(&mut self) -> Result<(), End> {
-        self.socket.set_read_timeout(Some(TICK))?;
-        self.socket.set_write_timeout(Some(self.shared.options.stall))?;
+        // Waiting is done in poll(2), by clocks of our own.
+        self.socket.set_nonblocking(true)?;
         self.welcomed = Instant::now();
         loop {
             let mut bytes = [0; HEADER_BYTES];
@@ -341,9 +354,10 @@ impl Connection {
                 Ok(0) => return Err(End::Closed),
                 Ok(count) => done += count,
                 Err(error) => match error.kind() {
-                    io::ErrorKind::WouldBlock
-                    | io::ErrorKind::TimedOut
-                    | io::ErrorKind::Interrupted => {}
+                    io::ErrorKind::Interrupted => {}
+                    io::ErrorKind::WouldBlock => {
+                        let _readable = is_ready(&self.socket, PollFlags::IN, TICK)?;
+                    }
                     io::ErrorKind::ConnectionReset => return Err(End::Closed),
                     _ => return Err(error.into()),
                 },
@@ -362,25 +376,4 @@ impl Connection {
         }
         Ok(())
     }
-}
-
-/// Sends all of `bytes`; each part of it must go within `stall`, the socket's send timeout.
-fn send_all(mut socket: &TcpStream, mut bytes: &[u8], stall: Duration) -> Result<(), End> {
-    while !bytes.is_empty() {
-        match socket.write(bytes) {
-            Ok(0) => return Err(End::Closed),
-            Ok(count) => bytes = &bytes[count..],
-            Err(error) => match error.kind() {
-                io::ErrorKind::Interrupted => {}
-                io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
-                    return Err(End::Stalled(stall.as_millis()));
-                }
-                io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
-                    return Err(End::Closed);
-                }
-                _ => return Err(error.into()),
-            },
-        }
-    }
-    Ok(())
 }

@@ -23,8 +23,8 @@ pub(crate) enum Whose {
     Sendfile,
     /// The client has gone.
     Client,
-    /// The client took nothing for as long as the socket's send timeout.
-    Stall,
+    /// Nobody's: the socket has no room at the moment.
+    NoRoom,
     /// The connection failed.
     Network(io::Error),
     /// The store cannot be read.
@@ -58,7 +58,7 @@ pub(crate) fn whose(error: &StoreError) -> Whose {
     match Errno::from_raw_os_error(code) {
         Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP => Whose::Sendfile,
         Errno::PIPE | Errno::CONNRESET => Whose::Client,
-        Errno::AGAIN => Whose::Stall,
+        Errno::AGAIN => Whose::NoRoom,
         // Disks that fail, file systems that find themselves damaged (EUCLEAN, EBADMSG), network
         // file systems whose server has lost or denies the file.
         Errno::IO
@@ -104,7 +104,7 @@ mod tests {
             assert!(matches!(whose(&failed(errno)), Whose::Network(_)), "{errno}");
         }
         assert!(matches!(whose(&failed(Errno::PIPE)), Whose::Client));
-        assert!(matches!(whose(&failed(Errno::AGAIN)), Whose::Stall));
+        assert!(matches!(whose(&failed(Errno::AGAIN)), Whose::NoRoom));
     }
 
     #[test]

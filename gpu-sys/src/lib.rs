@@ -9,6 +9,7 @@ pub mod env;
 pub mod limits;
 pub mod pinned;
 pub mod slots;
+pub mod sockets;
 pub mod usage;
 #[cfg(metrale_rdma_verbs)]
 pub mod verbs;

@@ -12,6 +12,7 @@ mod health;
 mod hostile_clients;
 mod no_peer;
 mod restarts;
+mod slow_readers;
 mod stalls;
 mod totals;
 mod truncated_stores;

@@ -4,7 +4,8 @@ use expert_tier::key::ExpertKey;
 use expert_tier::store::manifest::layer_file_name;
 use expert_tier::wire::frame::{FrameHeader, FrameType, HEADER_BYTES, Status};
 
-use super::{Connection, End, send_all};
+use super::send::send_all;
+use super::{Connection, End};
 use crate::direct_send::{DirectSender, SendError, Stretch};
 use crate::push::SpillWish;
 use crate::server::Shared;

@@ -11,7 +11,8 @@ use metrics::counter;
 
 #[cfg(metrale_rdma_verbs)]
 use super::direct;
-use super::{BUFFER_BYTES, Connection, End, send_all};
+use super::send::{send_all, wait_for_room};
+use super::{BUFFER_BYTES, Connection, End};
 use crate::sendfile::{Whose, whose};
 
 /// Bytes of a larger record that are read before its length is promised.
@@ -78,9 +79,7 @@ impl Connection {
                 Err(error) => match whose(&error) {
                     Whose::Sendfile => self.shared.sendfile.refuse(&error),
                     Whose::Client => return Err(End::Closed),
-                    Whose::Stall => {
-                        return Err(End::Stalled(self.shared.options.stall.as_millis()));
-                    }
+                    Whose::NoRoom => wait_for_room(&self.socket, self.shared.options.stall)?,
                     Whose::Network(error) => return Err(End::Socket(error)),
                     Whose::Store => return Err(error.into()),
                 },
