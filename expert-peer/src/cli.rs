@@ -92,7 +92,8 @@ pub struct RunArgs {
     #[arg(long, default_value_t = 5000, value_name = "MS",
         value_parser = clap::value_parser!(u64).range(1..=600_000))]
     handshake_ms: u64,
-    /// Longest time in which a client must take some bytes of an answer, 1 to 600000 ms
+    /// Longest time in which a client takes no byte of an answer that waits for it, 1 to 600000 ms; one
+    /// that reads slowly and all the time is served to the end
     #[arg(long, default_value_t = 10_000, value_name = "MS",
         value_parser = clap::value_parser!(u64).range(1..=600_000))]
     stall_ms: u64,
@@ -126,8 +127,9 @@ struct PushArgs {
     /// Most memory of file pages that are being sent, with `--spill-source mmap`; at least 2056KiB
     #[arg(long, value_name = "BYTES", default_value = "64MiB")]
     push_pinned: ByteSize,
-    /// Longest time until the last byte that was asked for is read, 1 to 600000 ms; clients should
-    /// wait longer (METRALE_EXPERT_DEADLINE_MS). Over TCP with `direct`, without a byte of the disk
+    /// Longest time in which the disk gives nothing of what a request needs, nor of what it got before,
+    /// 1 to 600000 ms; over TCP with `--spill-source direct`, too. Waiting behind others costs no request
+    /// its time, while the disk gives. Clients should wait longer (METRALE_EXPERT_DEADLINE_MS)
     #[arg(long, value_name = "MS", default_value_t = 1000,
         value_parser = clap::value_parser!(u64).range(1..=600_000))]
     push_deadline_ms: u64,

@@ -1,6 +1,9 @@
 //! Sending records over TCP past the page cache: what the next pieces need of the disk is read while
 //! the piece before them is sent.
 //!
+//! The disk may give nothing for a deadline: nothing of the piece that is due, nor of what it got before,
+//! for whichever connection ([`Disk`]). While it does, a piece that waits in its queue costs no record.
+//!
 //! For a peer that is told to (`--spill-source direct`): records of a store far larger than memory
 //! would only push others out of the page cache. Otherwise sendfile, which needs no buffers, is faster.
 
@@ -10,13 +13,15 @@ use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use expert_tier::direct::{NotDirect, SlotRead, SlotReader, SlotReaderOptions};
+use expert_tier::direct::{NotDirect, SlotRead, SlotReadEnd, SlotReader, SlotReaderOptions};
 use expert_tier::store::ExpertStore;
 use gpu_sys::pinned::{HugePages, NumaPlacement, PinError, PinnedOptions};
 use gpu_sys::slots::{PinnedSlot, pin_slots};
 use metrics::{Counter, counter};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
+
+use crate::disk::{Disk, ReadId};
 
 /// Bytes of one read.
 const PIECE_BYTES: usize = 256 << 10;
@@ -27,6 +32,9 @@ const PIECES: usize = 8;
 const DROP_WAIT: Duration = Duration::from_secs(5);
 /// What direct reads are aligned to.
 const ALIGN: u64 = 4096;
+/// A read that is found to have ended counts as a sign of the disk if the last look was no longer ago than
+/// this part of the deadline: it may have ended long before, while the client was being waited for.
+const PROMPT_DIVISOR: u32 = 8;
 
 /// Why records cannot be read past the page cache.
 #[derive(Debug, thiserror::Error)]
@@ -41,7 +49,7 @@ pub enum NoReader {
 
 /// Finds out whether `store` can be sent so, by what a connection would need.
 pub(crate) fn probe(store: &ExpertStore) -> Result<(), NoReader> {
-    DirectSender::new(store).map(drop)
+    DirectSender::new(store, Disk::default()).map(drop)
 }
 
 /// What a peer knows of connections that got no direct reads although the store has them: locked
@@ -79,8 +87,13 @@ pub(crate) enum SendError<E> {
 
 /// The reads of one connection.
 pub(crate) struct DirectSender {
-    reader: SlotReader<usize>,
+    reader: SlotReader<(usize, ReadId)>,
     free: Vec<PinnedSlot>,
+    disk: Disk,
+    /// What the disk has, the earliest first.
+    reading: VecDeque<ReadId>,
+    /// When the reads were last looked at, or waited for.
+    looked: Instant,
 }
 
 /// Bytes of a layer's file that are to be sent.
@@ -101,13 +114,15 @@ struct Piece {
 }
 
 impl DirectSender {
-    pub(crate) fn new(store: &ExpertStore) -> Result<Self, NoReader> {
+    pub(crate) fn new(store: &ExpertStore, disk: Disk) -> Result<Self, NoReader> {
         let options =
             PinnedOptions { bytes: 0, huge_pages: HugePages::Off, numa: NumaPlacement::Local };
         let (memory, free) = pin_slots(PIECE_BYTES, PIECES, options)?;
         let depth = NonZeroU32::new(PIECES as u32).unwrap_or(NonZeroU32::MIN);
         let options = SlotReaderOptions { depth, piece_bytes: PIECE_BYTES, drop_wait: DROP_WAIT };
-        Ok(Self { reader: SlotReader::open(store, &memory, options)?, free })
+        let reader = SlotReader::open(store, &memory, options)?;
+        let reading = VecDeque::with_capacity(PIECES);
+        Ok(Self { reader, free, disk, reading, looked: Instant::now() })
     }
 
     /// Gives the bytes of `stretch` to `sink`, in order and as they come; nothing may come of the disk
@@ -127,17 +142,33 @@ impl DirectSender {
     fn settle<E>(&mut self, deadline: Duration) -> Result<(), SendError<E>> {
         let started = Instant::now();
         loop {
-            let free = &mut self.free;
-            self.reader.turn(|end| free.push(end.slot)).map_err(SendError::Read)?;
+            let mut left = Vec::new();
+            self.turn(deadline, |end| left.push(end.slot)).map_err(SendError::Read)?;
+            self.free.append(&mut left);
             // With none left nothing would end the wait but its bound.
             if self.reader.under_way() == 0 {
                 return Ok(());
             }
-            if started.elapsed() >= deadline {
-                return Err(SendError::Stalled);
-            }
-            self.wait(deadline.saturating_sub(started.elapsed()));
+            self.wait(deadline, started)?;
         }
+    }
+
+    /// Starts reads and hands out those that have ended.
+    fn turn(
+        &mut self,
+        deadline: Duration,
+        mut each: impl FnMut(SlotReadEnd<(usize, ReadId)>),
+    ) -> io::Result<()> {
+        let Self { reader, disk, reading, looked, .. } = self;
+        let now = Instant::now();
+        let prompt = now.saturating_duration_since(*looked) <= deadline / PROMPT_DIVISOR;
+        *looked = now;
+        reader.turn(|end| {
+            let (_, read) = end.tag;
+            disk.end(read, prompt && end.outcome.is_ok(), now);
+            reading.retain(|other| *other != read);
+            each(end);
+        })
     }
 
     fn send_some<E>(
@@ -148,39 +179,40 @@ impl DirectSender {
     ) -> Result<(), SendError<E>> {
         let mut pieces: VecDeque<Piece> = VecDeque::with_capacity(PIECES);
         let (mut first, mut asked) = (0, 0);
-        let mut progress = Instant::now();
+        let started = Instant::now();
         while asked < stretch.bytes || !pieces.is_empty() {
             while asked < stretch.bytes
                 && let Some(slot) = self.free.pop()
             {
                 let (piece, read) = next_piece(stretch, asked);
                 asked += piece.bytes as u64;
-                self.reader.submit(read, slot, first + pieces.len());
+                let id = self.disk.begin(Instant::now());
+                self.reading.push_back(id);
+                self.reader.submit(read, slot, (first + pieces.len(), id));
                 pieces.push_back(piece);
             }
-            let mut failed = None;
-            let free = &mut self.free;
-            let turned = self.reader.turn(|end| match end.outcome {
+            let (mut failed, mut spare) = (None, Vec::new());
+            let turned = self.turn(deadline, |end| match end.outcome {
                 Ok(()) => {
-                    if let Some(piece) = pieces.get_mut(end.tag - first) {
+                    if let Some(piece) = pieces.get_mut(end.tag.0 - first) {
                         piece.slot = Some(end.slot);
                     }
                 }
                 Err(error) => {
                     failed = Some(error);
-                    free.push(end.slot);
+                    spare.push(end.slot);
                 }
             });
+            self.free.append(&mut spare);
             if let Some(error) = turned.err().or(failed) {
                 self.free.extend(pieces.into_iter().filter_map(|piece| piece.slot));
                 return Err(SendError::Read(error));
             }
             let Some(slot) = pieces.front_mut().and_then(|piece| piece.slot.take()) else {
-                if progress.elapsed() >= deadline {
+                if let Err(stalled) = self.wait(deadline, started) {
                     self.free.extend(pieces.into_iter().filter_map(|piece| piece.slot));
-                    return Err(SendError::Stalled);
+                    return Err(stalled);
                 }
-                self.wait(deadline.saturating_sub(progress.elapsed()));
                 continue;
             };
             if let Some(Piece { skip, bytes, .. }) = pieces.pop_front() {
@@ -192,20 +224,30 @@ impl DirectSender {
                     return Err(SendError::Sink(error));
                 }
             }
-            progress = Instant::now();
         }
         Ok(())
     }
 
-    /// Waits until a read has ended, at most `bound`.
-    fn wait(&self, bound: Duration) {
-        let timeout = Timespec::try_from(bound).ok();
+    /// Waits for a read that ends, or until the earliest may be late.
+    ///
+    /// # Errors
+    /// Since `started` and for `deadline` the disk has given neither the earliest read nor one that it
+    /// got before.
+    fn wait<E>(&mut self, deadline: Duration, started: Instant) -> Result<(), SendError<E>> {
+        let since = self.reading.front().and_then(|first| self.disk.since(*first));
+        let silence = since.map_or(started, |since| since.max(started)).elapsed();
+        if silence >= deadline {
+            return Err(SendError::Stalled);
+        }
+        let timeout = Timespec::try_from(deadline.saturating_sub(silence)).ok();
         let mut fds = [PollFd::new(&self.reader, PollFlags::IN)];
         match poll(&mut fds, timeout.as_ref()) {
             Ok(_) | Err(Errno::INTR) => {}
             // The next turn says what is wrong.
             Err(error) => tracing::debug!(%error, "cannot wait for the disk"),
         }
+        self.looked = Instant::now();
+        Ok(())
     }
 }
 
@@ -232,7 +274,7 @@ mod tests {
 
     /// On a file system with direct reads, which the target directory's usually is.
     fn sender(store: &TestStore) -> Option<DirectSender> {
-        match DirectSender::new(&store.open()) {
+        match DirectSender::new(&store.open(), Disk::default()) {
             Ok(sender) => Some(sender),
             Err(reason) => {
                 println!("not tried here: {reason}");

@@ -13,6 +13,8 @@ mod connection;
 #[cfg(metrale_rdma_verbs)]
 mod direct_send;
 #[cfg(metrale_rdma_verbs)]
+mod disk;
+#[cfg(metrale_rdma_verbs)]
 mod ledger;
 mod meters;
 mod metrics_http;

@@ -21,6 +21,8 @@ use crate::connection::Connection;
 #[cfg(metrale_rdma_verbs)]
 use crate::direct_send::{self, NoReader, Shortages};
 #[cfg(metrale_rdma_verbs)]
+use crate::disk::Disk;
+#[cfg(metrale_rdma_verbs)]
 use crate::push::SpillWish;
 #[cfg(metrale_rdma_verbs)]
 use crate::rails::{self, Published, RailsError};
@@ -124,6 +126,9 @@ pub(crate) struct Shared {
     pub(crate) sendfile: Sendfile,
     #[cfg(metrale_rdma_verbs)]
     pub(crate) shortages: Shortages,
+    /// What direct reads for TCP and for pushes are read from.
+    #[cfg(metrale_rdma_verbs)]
+    pub(crate) disk: Disk,
     /// What is published over RDMA, if anything is.
     #[cfg(metrale_rdma_verbs)]
     pub(crate) published: Option<Arc<Published>>,
@@ -153,7 +158,9 @@ impl Server {
         });
         let (address, listener) = bound.map_err(|source| PeerError::Listen { listen, source })?;
         #[cfg(metrale_rdma_verbs)]
-        let (published, keeper) = publish(&store, &options)?;
+        let disk = Disk::default();
+        #[cfg(metrale_rdma_verbs)]
+        let (published, keeper) = publish(&store, &options, &disk)?;
         let registry = Registry::new(options.max_clients.max(1) as usize);
         let (tally, sendfile) = (Tally::new(), Sendfile::new());
         let shared = Shared {
@@ -165,6 +172,8 @@ impl Server {
             sendfile,
             #[cfg(metrale_rdma_verbs)]
             shortages: Shortages::new(),
+            #[cfg(metrale_rdma_verbs)]
+            disk,
             #[cfg(metrale_rdma_verbs)]
             published,
         };
@@ -282,6 +291,7 @@ type PublishedAndKeeper = (Option<Arc<Published>>, Option<Keeper>);
 fn publish(
     store: &Arc<ExpertStore>,
     options: &PeerOptions,
+    disk: &Disk,
 ) -> Result<PublishedAndKeeper, RailsError> {
     let wish = rails::Wish {
         rails: &options.rails,
@@ -289,6 +299,7 @@ fn publish(
         profile: options.resident_profile.as_deref(),
         residency: options.residency,
         push: &options.push,
+        disk,
     };
     let (published, keeper) = Published::new(store, wish)?.unzip();
     Ok((published.map(Arc::new), keeper))

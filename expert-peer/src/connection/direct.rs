@@ -23,7 +23,7 @@ impl Direct {
     /// What direct reads take, if it is to be had; tried once.
     fn sender(&mut self, shared: &Shared) -> Option<&mut DirectSender> {
         if let Self::Untried = self {
-            *self = match DirectSender::new(&shared.store) {
+            *self = match DirectSender::new(&shared.store, shared.disk.clone()) {
                 Ok(sender) => Self::Ready(Box::new(sender)),
                 Err(error) => {
                     shared.shortages.one_more(&error);

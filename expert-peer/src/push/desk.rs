@@ -17,10 +17,13 @@
 //! * chunks of one client that hold a buffer, whatever lanes it has: `per_client`, so that a client
 //!   which takes nothing does not hold every buffer. Reads that a lane has left behind count too, until
 //!   they end: coming back brings no new share.
-//! * time of a request until its last chunk is read: `deadline`.
+//! * time in which the disk gives nothing: `deadline`. For a request that the disk has a chunk of, that
+//!   is the time in which neither that chunk comes nor one that the disk got before ([`Disk`]). For one
+//!   that waits for its turn or a buffer, it is the time in which nothing comes at all. While the disk
+//!   gives something, waiting costs no request its time.
 //!
 //! Clients take turns chunk by chunk, and a client's lanes among themselves; within a lane the oldest
-//! request comes first.
+//! request comes first. So a request that waits has a bounded number of chunks before it.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -29,13 +32,10 @@ use expert_tier::key::ExpertKey;
 use railset::push::{Fetch, PushStatus, Receipt, Window};
 
 use super::place::Place;
+use crate::disk::{Disk, ReadId};
 
 /// Direct reads start and end at multiples of it, in records and in files alike.
 pub(super) const PAGE_BYTES: u64 = 4096;
-
-/// What of its deadline a request may wait, as one part of so many, and count as one that the source
-/// had all the time: a turn of the engine's thread and a few reads of others, no more.
-const WAIT_DIVISOR: u32 = 16;
 
 /// Names a client, as it names itself when it connects: all its lanes have one share.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -67,6 +67,8 @@ pub(super) struct Chunk {
     pub(super) lane: LaneId,
     /// The request's number in this desk.
     pub(super) request: u64,
+    /// Its read.
+    pub(super) read: ReadId,
     pub(super) place: Place,
     pub(super) from: u64,
     pub(super) bytes: usize,
@@ -108,6 +110,7 @@ pub(super) enum Overdue {
 /// The requests of every lane.
 pub(super) struct Desk {
     limits: Limits,
+    disk: Disk,
     lanes: BTreeMap<LaneId, Lane>,
     clients: BTreeMap<ClientId, Client>,
     /// The next client to be served comes first.
@@ -145,8 +148,8 @@ struct Request {
     begun: Instant,
     /// Where in the record the next chunk starts.
     next: u64,
-    /// Where its chunks start that the disk has, and since when.
-    reading: Vec<(u64, Instant)>,
+    /// Its chunks that the disk has.
+    reading: Vec<ReadId>,
 }
 
 impl Request {
@@ -159,10 +162,12 @@ impl Request {
         Receipt { id: self.fetch.id, status, bytes, staged: Window::default() }
     }
 
-    /// Whether the disk has had a chunk of it for the whole of `deadline`, which ends now.
-    fn is_kept(&self, deadline: Duration) -> bool {
-        let since = self.begun + deadline / WAIT_DIVISOR;
-        self.reading.iter().any(|(_, given)| *given <= since)
+    /// Since when the disk has given nothing for it, and what it is if that is too long.
+    fn clock(&self, disk: &Disk) -> (Instant, PushStatus) {
+        match self.reading.iter().min().and_then(|first| disk.since(*first)) {
+            Some(since) => (since, PushStatus::Unreadable),
+            None => (disk.delivered().unwrap_or(self.begun).max(self.begun), PushStatus::Busy),
+        }
     }
 
     /// The next chunk, at most `chunk_bytes` of whole pages.
@@ -170,25 +175,26 @@ impl Request {
         &mut self,
         (client, lane): (ClientId, LaneId),
         chunk_bytes: u64,
-        now: Instant,
+        read: ReadId,
     ) -> Chunk {
         let from = self.next - self.next % PAGE_BYTES;
         let end = self.end().min(from + chunk_bytes);
         let (skip, wanted) = (self.next - from, end - self.next);
         let bytes = (end - from).next_multiple_of(PAGE_BYTES);
         self.next = end;
-        self.reading.push((from, now));
+        self.reading.push(read);
         // A chunk is a few hundred kilobytes.
         let (bytes, skip, wanted) = (bytes as usize, skip as usize, wanted as usize);
         let (request, place) = (self.number, self.place);
-        Chunk { client, lane, request, place, from, bytes, skip, wanted }
+        Chunk { client, lane, request, read, place, from, bytes, skip, wanted }
     }
 }
 
 impl Desk {
-    pub(super) fn new(limits: Limits) -> Self {
+    /// For chunks that are read from `disk`.
+    pub(super) fn new(limits: Limits, disk: Disk) -> Self {
         let (lanes, clients, turns) = (BTreeMap::new(), BTreeMap::new(), VecDeque::new());
-        Self { limits, lanes, clients, turns, reading: 0, next_request: 0 }
+        Self { limits, disk, lanes, clients, turns, reading: 0, next_request: 0 }
     }
 
     pub(super) fn add_lane(&mut self, id: LaneId, client: ClientId) {
@@ -293,7 +299,8 @@ impl Desk {
             lane.held += 1;
             lane.reading += 1;
             client.held += 1;
-            return Some(request.take_chunk((id, at), self.limits.chunk_bytes, now));
+            let read = self.disk.begin(now);
+            return Some(request.take_chunk((id, at), self.limits.chunk_bytes, read));
         }
         None
     }
@@ -301,6 +308,7 @@ impl Desk {
     /// A chunk's read has ended. Unless it is to be written or staged, its buffer is free.
     pub(super) fn read(&mut self, chunk: &Chunk, all_there: bool, now: Instant) -> Verdict {
         self.reading = self.reading.saturating_sub(1);
+        self.disk.end(chunk.read, all_there, now);
         let verdict = self.judge(chunk, all_there, now);
         match self.lanes.get_mut(&chunk.lane) {
             Some(lane) => lane.reading -= 1,
@@ -318,7 +326,7 @@ impl Desk {
         let Some(request) = at.and_then(|at| lane.requests.get_mut(at)) else {
             return Verdict::Forget;
         };
-        request.reading.retain(|(from, _)| *from != chunk.from);
+        request.reading.retain(|read| *read != chunk.read);
         let last = request.reading.is_empty() && request.next >= request.end();
         let mut window = request.fetch.into;
         let first = chunk.from + chunk.skip as u64 - request.fetch.offset;
@@ -359,18 +367,20 @@ impl Desk {
         }
     }
 
-    /// Ends what has taken too long. A request that waited finds the peer busy, for its turn or a
-    /// buffer at first or for some of its chunks later; one of which the disk has kept a chunk all the
-    /// time is unreadable. Its buffers stay the disk's until the reads end.
+    /// Ends what has taken too long. A request that waits finds the peer busy, for its turn or a buffer
+    /// at first or for some of its chunks later; one of which the disk keeps a chunk is unreadable. Its
+    /// buffers stay the disk's until the reads end.
     pub(super) fn expire(&mut self, now: Instant, mut each: impl FnMut(Overdue)) {
-        let deadline = self.limits.deadline;
-        for (&id, lane) in &mut self.lanes {
-            let late = |request: &mut Request| now >= request.begun + deadline;
-            while let Some(request) = lane.requests.pop_front_if(late) {
-                let kept = request.is_kept(deadline);
-                let status = if kept { PushStatus::Unreadable } else { PushStatus::Busy };
-                each(Overdue::Request(id, request.place.key, request.ended(status)));
-            }
+        let Self { limits, lanes, disk, .. } = self;
+        for (&id, lane) in lanes {
+            lane.requests.retain(|request| {
+                let (since, status) = request.clock(disk);
+                let late = now >= since + limits.deadline;
+                if late {
+                    each(Overdue::Request(id, request.place.key, request.ended(status)));
+                }
+                !late
+            });
             while let Some((staged, _)) = lane.staged.pop_front_if(|(_, until)| now >= *until) {
                 each(Overdue::Lease(id, staged));
             }
@@ -379,11 +389,20 @@ impl Desk {
 
     /// When [`expire`](Self::expire) is due next.
     pub(super) fn next_deadline(&self) -> Option<Instant> {
-        let of_lane = |lane: &Lane| {
-            let request = lane.requests.front().map(|it| it.begun + self.limits.deadline);
-            request.into_iter().chain(lane.staged.front().map(|staged| staged.1)).min()
-        };
-        self.lanes.values().filter_map(of_lane).min()
+        // Chunks are given out in the order of the requests, so those that the disk has some of come
+        // first in a lane, and of the others the first has waited for longest.
+        let waits = |request: &&Request| request.reading.is_empty();
+        let lanes = || self.lanes.values();
+        let read = lanes().flat_map(|lane| lane.requests.iter().take_while(|it| !waits(it)));
+        let waiting = lanes().filter_map(|lane| lane.requests.iter().find(waits));
+        // The disk's clocks are in the order of the reads.
+        let first_read = read.flat_map(|request| &request.reading).min();
+        let first_waiting = waiting.min_by_key(|request| request.begun);
+        let kept = first_read.and_then(|read| self.disk.since(*read));
+        let busy = first_waiting.map(|request| request.clock(&self.disk).0);
+        let requests = kept.into_iter().chain(busy).map(|since| since + self.limits.deadline);
+        let leases = lanes().filter_map(|lane| lane.staged.front().map(|staged| staged.1));
+        requests.chain(leases).min()
     }
 }
 

@@ -24,7 +24,7 @@ fn limits() -> Limits {
 
 /// A desk with a lane of Anne's, A, and one of Bert's, B.
 fn desk(limits: Limits) -> Desk {
-    let mut desk = Desk::new(limits);
+    let mut desk = Desk::new(limits, Disk::default());
     desk.add_lane(A, ANNE);
     desk.add_lane(B, BERT);
     desk
@@ -179,6 +179,7 @@ fn a_request_that_waits_finds_the_peer_busy_and_one_that_the_disk_keeps_is_unrea
     let unreadable = Overdue::Request(A, place().key, receipt(1, PushStatus::Unreadable, 0));
     assert_eq!(expired(&mut desk, now + DEADLINE), [unreadable]);
     let busy = Overdue::Request(B, place().key, receipt(2, PushStatus::Busy, 0));
+    assert_eq!(desk.next_deadline(), Some(now + DEADLINE * 3 / 2));
     assert_eq!(expired(&mut desk, now + DEADLINE * 2), [busy]);
     // The read is the disk's still, and its buffer.
     take(&mut desk, B, fetch(3, 0, PAGE), now);
@@ -188,7 +189,7 @@ fn a_request_that_waits_finds_the_peer_busy_and_one_that_the_disk_keeps_is_unrea
 }
 
 #[test]
-fn a_request_whose_chunks_waited_finds_the_peer_busy_although_one_is_being_read() {
+fn a_request_whose_chunks_wait_finds_the_peer_busy_although_some_have_been_read() {
     let now = Instant::now();
     let mut desk = desk(Limits { reads: 1, ..limits() });
     take(&mut desk, A, fetch(1, 0, 8 * PAGE), now);
@@ -198,15 +199,52 @@ fn a_request_whose_chunks_waited_finds_the_peer_busy_although_one_is_being_read(
     assert!(matches!(desk.read(&first, true, halfway), Verdict::Write(_, None)));
     let of_b = desk.next_chunk(halfway).unwrap();
     assert_eq!(of_b.lane, B);
-    let busy = |lane, id| Overdue::Request(lane, place().key, receipt(id, PushStatus::Busy, 0));
-    assert_eq!(expired(&mut desk, now + DEADLINE), [busy(A, 1), busy(B, 2)]);
-    // What the thread needs to look at a new request is not waiting.
-    let again = now + DEADLINE;
-    desk.read(&of_b, true, again);
-    take(&mut desk, B, fetch(3, 0, PAGE), again);
-    desk.next_chunk(again + DEADLINE / 50).unwrap();
-    let kept = Overdue::Request(B, place().key, receipt(3, PushStatus::Unreadable, 0));
-    assert_eq!(expired(&mut desk, again + DEADLINE), [kept]);
+    assert_eq!(desk.next_deadline(), Some(halfway + DEADLINE), "the disk gave something");
+    assert_eq!(expired(&mut desk, now + DEADLINE), []);
+    let end = |lane, id, status| Overdue::Request(lane, place().key, receipt(id, status, 0));
+    let ends = [end(A, 1, PushStatus::Busy), end(B, 2, PushStatus::Unreadable)];
+    assert_eq!(expired(&mut desk, halfway + DEADLINE), ends);
+}
+
+#[test]
+fn a_queue_that_takes_longer_than_the_deadline_is_read_while_the_disk_gives() {
+    let now = Instant::now();
+    let mut desk = desk(Limits { credits: 40, reads: 4, per_client: 99, ..limits() });
+    for id in 0..40 {
+        take(&mut desk, A, fetch(id, 0, PAGE), now);
+        take(&mut desk, B, fetch(id, 0, PAGE), now);
+    }
+    let (mut reading, mut done, mut at) = (VecDeque::new(), 0, now);
+    while done < 80 {
+        reading.extend(std::iter::from_fn(|| desk.next_chunk(at)));
+        at += DEADLINE * 2 / 3;
+        assert_eq!(expired(&mut desk, at), []);
+        assert!(desk.next_deadline().unwrap() > at);
+        let chunk = reading.pop_front().expect("one is being read");
+        assert!(matches!(desk.read(&chunk, true, at), Verdict::Write(_, Some(_))));
+        done += 1;
+    }
+    assert_eq!((desk.queued(), desk.next_deadline()), (0, None));
+}
+
+#[test]
+fn a_chunk_that_the_disk_keeps_gains_no_time_by_those_that_it_got_later() {
+    let now = Instant::now();
+    let mut desk = desk(Limits { reads: 2, ..limits() });
+    take(&mut desk, A, fetch(1, 0, PAGE), now);
+    let kept = desk.next_chunk(now).unwrap();
+    for id in 0..8 {
+        let at = now + DEADLINE / 8 * id;
+        take(&mut desk, B, fetch(id.into(), 0, PAGE), at);
+        let chunk = desk.next_chunk(at).unwrap();
+        assert!(matches!(desk.read(&chunk, true, at), Verdict::Write(_, Some(_))));
+        desk.released(B);
+    }
+    assert_eq!(desk.next_deadline(), Some(now + DEADLINE));
+    let end = Overdue::Request(A, place().key, receipt(1, PushStatus::Unreadable, 0));
+    assert_eq!(expired(&mut desk, now + DEADLINE), [end]);
+    assert_eq!(desk.next_deadline(), None, "nobody waits for it any more");
+    assert_eq!(desk.read(&kept, true, now + DEADLINE), Verdict::Forget);
 }
 
 #[test]

@@ -314,7 +314,7 @@ impl Engine {
             Overdue::Request(id, key, receipt) => {
                 if receipt.status == PushStatus::Unreadable {
                     let error = format!(
-                        "the disk has not given it within {deadline:?}, which \
+                        "the disk has given nothing of it for {deadline:?}, which \
                         --push-deadline-ms bounds"
                     );
                     unreadable.say(stats, key, &error);

@@ -30,6 +30,7 @@ use gpu_sys::verbs::{
 };
 use railset::message::{SpillTerms, Transfer};
 
+use crate::disk::Disk;
 use crate::ledger::Ledger;
 use bell::Bell;
 pub(crate) use desk::ClientId;
@@ -97,6 +98,7 @@ impl PushEngine {
         devices: Vec<Arc<ProtectionDomain>>,
         terms: SpillTerms,
         options: &PushOptions,
+        disk: &Disk,
     ) -> Result<Self, PushError> {
         let bell = Bell::new().map_err(PushError::Bell)?;
         let range_bytes = terms.range_bytes;
@@ -118,7 +120,7 @@ impl PushEngine {
         let engine = Engine {
             lanes: BTreeMap::new(),
             staged: HashMap::new(),
-            desk: Desk::new(Engine::limits(terms, &spill, options)),
+            desk: Desk::new(Engine::limits(terms, &spill, options), disk.clone()),
             spill,
             terms,
             deadline: options.deadline,

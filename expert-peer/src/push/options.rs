@@ -49,7 +49,7 @@ pub struct PushOptions {
     pub reads: u32,
     /// Most bytes of file pages that are pinned at once.
     pub pinned: u64,
-    /// Longest time of a request until its last byte is read.
+    /// Longest time in which the disk gives nothing.
     pub deadline: Duration,
     /// Longest time in which something of what is sent to a client must arrive.
     pub stall: Duration,

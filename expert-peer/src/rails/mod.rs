@@ -31,6 +31,7 @@ use railset::message::MAX_QPS_PER_RAIL;
 use railset::pairing::{ServeError, serve_rails};
 use railset::table::{Column, TableError};
 
+use crate::disk::Disk;
 use crate::ledger::Ledger;
 use crate::push::{PushCounts, PushEngine, PushError, PushOptions};
 use crate::residency::keeper::{Keeper, Start};
@@ -165,6 +166,8 @@ pub(crate) struct Wish<'a> {
     pub(crate) profile: Option<&'a Path>,
     pub(crate) residency: ResidencyOptions,
     pub(crate) push: &'a PushOptions,
+    /// What spilled records are read from.
+    pub(crate) disk: &'a Disk,
 }
 
 /// What is offered to every client.
@@ -235,7 +238,7 @@ impl Published {
         let rails = PeerRails::new(&specs, most_pairs, layers, generation, plan.slot_bytes, terms);
         let domains = of_rail.iter().map(|&device| Arc::clone(&served[device].domain)).collect();
         let devices = served.iter().map(|device| Arc::clone(&device.domain)).collect();
-        let start = |terms| PushEngine::start(store, &ledger, devices, terms, wish.push);
+        let start = |terms| PushEngine::start(store, &ledger, devices, terms, wish.push, wish.disk);
         let push = terms.map(start).transpose()?;
         let (rails, region_bytes) = (Arc::new(rails), plan.bytes());
         let published =
