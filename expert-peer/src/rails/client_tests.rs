@@ -64,7 +64,8 @@ fn published(store: &TestStore, spill: Option<SpillTerms>) -> Arc<Published> {
     let push = spill.map(|terms| {
         let options = PushOptions { transfer: terms.transfer, ..PushOptions::default() };
         let devices = vec![Arc::clone(&domain)];
-        PushEngine::start(&store, &ledger, devices, terms, &options).expect("a thread")
+        let disk = crate::disk::Disk::default();
+        PushEngine::start(&store, &ledger, devices, terms, &options, &disk).expect("a thread")
     });
     Arc::new(Published {
         rails: Arc::new(rails),
