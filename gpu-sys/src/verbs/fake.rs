@@ -319,10 +319,12 @@ pub fn receive(queue_pair: u32, message: &[u8]) -> bool {
     true
 }
 
-/// What is in flight on queue pairs in error comes back as flushed, receives as well.
-pub fn flush_failed() {
+/// What is in flight on `device`'s queue pairs in error comes back as flushed, receives as well.
+pub fn flush_failed(device: &str) {
+    let device = number(device);
     state(|it| {
-        let failed = it.failed.clone();
+        let mut failed = it.failed.clone();
+        failed.retain(|queue_pair| it.is_on(*queue_pair, device));
         let is_failed = |queue_pair: u32| failed.contains(&queue_pair);
         let mut all = std::mem::take(&mut it.posted);
         for posted in all.iter_mut().filter(|it| it.in_flight && is_failed(it.queue_pair)) {
