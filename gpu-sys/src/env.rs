@@ -95,7 +95,7 @@ variables! {
     EXPERT_DRAIN_MS: "1000", "ms, 1-60000",
         "Longest wait for what flies on a rail that broke, before its queue pairs are destroyed.";
     EXPERT_DUAL_RAIL: "as many as both sides have", "1 for two, 0 for one",
-        "How many rails: with 1 a connection that cannot have two fails.";
+        "How many rails: with 1 a client that cannot have two does not start.";
     EXPERT_RAIL2_DEV: "chosen", "device, as ibv_devices names it",
         "The device of the second rail; naming it asks for two rails.";
     EXPERT_RAIL2_GID: "chosen", "GID index, 0-255",

@@ -7,7 +7,7 @@
 //! | [`pairing`] | which of the peer's rails with which of our own |
 //! | [`message`], [`push`], [`table`], [`wire`] | the bytes of both ends' messages |
 //! | [`handshake`] | how both ends agree on queue pairs and a table |
-//! | [`health`], [`Backoff`] | when to try a rail again that is missing |
+//! | [`Backoff`] | when to try a rail again that is missing |
 //! | `driver` | nothing: it asks the system for facts and routes |
 //!
 //! All but the driver is pure logic: nothing does I/O or reads a clock.
@@ -20,7 +20,6 @@ pub mod choose;
 pub mod driver;
 pub mod facts;
 pub mod handshake;
-pub mod health;
 pub mod message;
 pub mod pairing;
 pub mod push;

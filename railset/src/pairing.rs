@@ -6,6 +6,11 @@
 //!
 //! The pairs are found by search over all of them, best first (see [`choose`](crate::choose)):
 //! eight offers and a host's few ports are a few hundred pairs.
+//!
+//! [`pair`] pairs both rails at once. [`pair_one`] pairs the one rail that a client is about to set up
+//! while its other rail is up, is being set up, or cannot be had.
+
+mod one;
 
 use std::fmt;
 use std::net::IpAddr;
@@ -17,6 +22,8 @@ use crate::choose::{
 };
 use crate::facts::DeviceFacts;
 use crate::message::{MAX_RAILS, OfferedRail};
+
+pub use one::{FailedPairs, OneWanted, pair_one};
 
 /// How many rails a client uses (`METRALE_EXPERT_DUAL_RAIL`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -57,6 +64,26 @@ pub struct RailWishes {
     pub rails: [Wish; 2],
 }
 
+impl RailWishes {
+    /// Whether the user asks for two rails, by saying so or by naming the second. A second rail that the
+    /// kernel has no route for is tried only then.
+    #[must_use]
+    pub fn ask_for_two(&self) -> bool {
+        match self.dual {
+            DualRail::Two => true,
+            DualRail::One => false,
+            DualRail::Auto => !self.rails[1].is_empty(),
+        }
+    }
+
+    /// The wishes for the rails that a client may have: one or two.
+    #[must_use]
+    pub fn for_rails(&self) -> &[Wish] {
+        let rails = if self.dual == DualRail::One { 1 } else { 2 };
+        &self.rails[..rails]
+    }
+}
+
 /// An offered rail and the local end chosen for it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct RailPair {
@@ -64,6 +91,31 @@ pub struct RailPair {
     pub offered: OfferedRail,
     /// The local end, and why.
     pub local: Choice,
+}
+
+impl RailPair {
+    /// The names of both ends.
+    #[must_use]
+    pub fn ends(&self) -> RailEnds {
+        RailEnds { local: self.local.spec.identity(), peer: self.offered.identity() }
+    }
+}
+
+/// A rail, as both of its ends name it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct RailEnds {
+    /// The client's end.
+    pub local: RailIdentity,
+    /// The peer's end.
+    pub peer: RailIdentity,
+}
+
+impl RailEnds {
+    /// Whether the two rails have an end in common, so that there can be only one of them.
+    #[must_use]
+    pub fn share_an_end(&self, other: &Self) -> bool {
+        self.local.is_same(&other.local) || self.peer.is_same(&other.peer)
+    }
 }
 
 impl fmt::Display for RailPair {
@@ -98,6 +150,12 @@ pub enum OneRail {
         /// Its port.
         port: u8,
     },
+    /// The second rail's device is the only one that is left.
+    #[error("the only port that is left, of {device}, is named for the second rail")]
+    NamedForSecond {
+        /// The device.
+        device: String,
+    },
     /// No second rail has a route.
     #[error("the route to the peer's second rail leaves from no RDMA port of this host")]
     NotRouted,
@@ -126,6 +184,9 @@ pub enum PairError {
          it"
     )]
     TwoWanted(OneRail),
+    /// A rail is up or about to be, and there is none beside it.
+    #[error("there is no rail beside the other: {0}")]
+    NoneBeside(OneRail),
 }
 
 /// The rails of a client.
@@ -192,8 +253,22 @@ impl Way<'_> {
 /// where that is known.
 ///
 /// # Errors
-/// [`PairError`]: no rail at all, or one where two were asked for.
+/// [`PairError`]: no rail at all, or one where [`DualRail::Two`] was asked for.
 pub fn pair(
+    offered: &[OfferedRail],
+    devices: &[DeviceFacts],
+    sources: &[Option<IpAddr>],
+    wishes: &RailWishes,
+) -> Result<Pairing, PairError> {
+    let pairing = pair_any(offered, devices, sources, wishes)?;
+    match pairing.one_rail {
+        Some(why) if wishes.dual == DualRail::Two => Err(PairError::TwoWanted(why)),
+        one_rail => Ok(Pairing { one_rail, ..pairing }),
+    }
+}
+
+/// As [`pair`], and content with one rail where two are asked for.
+fn pair_any(
     offered: &[OfferedRail],
     devices: &[DeviceFacts],
     sources: &[Option<IpAddr>],
@@ -203,20 +278,13 @@ pub fn pair(
         return Err(PairError::Sources { offered: offered.len(), sources: sources.len() });
     }
     let (distinct, same) = distinct(offered);
-    let surveys = |wish: &Wish| -> Vec<(usize, Survey)> {
-        let survey =
-            |at: usize| (at, Survey::of(devices, wish, Some(&offered[at].target()), sources[at]));
-        distinct.iter().map(|at| survey(*at)).collect()
-    };
+    let surveys = |wish: &Wish| surveys(&distinct, offered, devices, sources, wish);
     let [wish1, wish2] = &wishes.rails;
     let surveys1 = surveys(wish1);
     let firsts = ways(&surveys1);
     let Some(first) = firsts.first() else {
-        let error = |(_, survey): &(usize, Survey)| survey.error(devices, Asker::Rail1, wish1);
-        return Err(surveys1.first().map_or(ChooseError::NoDevice, error).into());
+        return Err(no_way(&surveys1, devices, Asker::Rail1, wish1).into());
     };
-    let is_two_wanted =
-        wishes.dual == DualRail::Two || (wishes.dual == DualRail::Auto && !wish2.is_empty());
     let surveys2 = surveys(wish2);
     let seconds = ways(&surveys2);
     let second = match (wishes.dual, distinct.len(), same) {
@@ -226,21 +294,40 @@ pub fn pair(
             second: offered[other].device.clone(),
         }),
         (_, 1, None) => Err(OneRail::PeerOffersOne),
-        _ => match surveys2.first() {
-            Some((_, survey)) if seconds.is_empty() => {
-                Err(survey.error(devices, Asker::Rail2, wish2).into())
-            }
-            _ => two(&firsts, &seconds, is_two_wanted),
-        },
+        _ if seconds.is_empty() => Err(no_way(&surveys2, devices, Asker::Rail2, wish2).into()),
+        _ => two(&firsts, &seconds, wishes.ask_for_two()),
     };
-    match second {
+    Ok(match second {
         Ok((first, second)) => {
             let pairs = vec![first.pair(offered, wish1), second.pair(offered, wish2)];
-            Ok(Pairing { pairs, one_rail: None })
+            Pairing { pairs, one_rail: None }
         }
-        Err(why) if is_two_wanted => Err(PairError::TwoWanted(why)),
-        Err(why) => Ok(Pairing { pairs: vec![first.pair(offered, wish1)], one_rail: Some(why) }),
-    }
+        Err(why) => Pairing { pairs: vec![first.pair(offered, wish1)], one_rail: Some(why) },
+    })
+}
+
+/// This host's GIDs judged for each of the offered rails at `distinct`, which are not empty.
+fn surveys(
+    distinct: &[usize],
+    offered: &[OfferedRail],
+    devices: &[DeviceFacts],
+    sources: &[Option<IpAddr>],
+    wish: &Wish,
+) -> Vec<(usize, Survey)> {
+    let survey =
+        |at: usize| (at, Survey::of(devices, wish, Some(&offered[at].target()), sources[at]));
+    distinct.iter().map(|at| survey(*at)).collect()
+}
+
+/// Why none of `surveys` has anything usable.
+fn no_way(
+    surveys: &[(usize, Survey)],
+    devices: &[DeviceFacts],
+    asker: Asker,
+    wish: &Wish,
+) -> ChooseError {
+    let error = |(_, survey): &(usize, Survey)| survey.error(devices, asker, wish);
+    surveys.first().map_or(ChooseError::NoDevice, error)
 }
 
 /// The offered rails without those that are one with an earlier one, and the first such two.

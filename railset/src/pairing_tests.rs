@@ -4,7 +4,7 @@ use super::*;
 use crate::facts::{LinkLayer, Mtu, PortState};
 use crate::testing::{device, gid, ip, roce};
 
-fn offered(index: u8, node_guid: u64, address: &str) -> OfferedRail {
+pub(super) fn offered(index: u8, node_guid: u64, address: &str) -> OfferedRail {
     OfferedRail {
         index,
         device: format!("peer{index}"),
@@ -19,22 +19,22 @@ fn offered(index: u8, node_guid: u64, address: &str) -> OfferedRail {
     }
 }
 
-fn offers() -> Vec<OfferedRail> {
+pub(super) fn offers() -> Vec<OfferedRail> {
     vec![offered(0, 11, "::ffff:10.1.0.2"), offered(1, 12, "::ffff:10.2.0.2")]
 }
 
-fn hosts() -> Vec<DeviceFacts> {
+pub(super) fn hosts() -> Vec<DeviceFacts> {
     vec![
         device("rxe0", 1, vec![roce("v0", &["fe80::1", "::ffff:10.1.0.1"])]),
         device("rxe1", 2, vec![roce("v1", &["fe80::2", "::ffff:10.2.0.1"])]),
     ]
 }
 
-fn routed() -> Vec<Option<IpAddr>> {
+pub(super) fn routed() -> Vec<Option<IpAddr>> {
     vec![Some(ip("10.1.0.1")), Some(ip("10.2.0.1"))]
 }
 
-fn wishes(dual: DualRail, first: &str, second: &str) -> RailWishes {
+pub(super) fn wishes(dual: DualRail, first: &str, second: &str) -> RailWishes {
     let wish = |text: &str| if text.is_empty() { Wish::default() } else { text.parse().unwrap() };
     RailWishes { dual, rails: [wish(first), wish(second)] }
 }
@@ -49,7 +49,7 @@ fn is(pairing: &Pairing, expected: &[(u8, &str)]) {
     assert_eq!(names(pairing), expected, "{pairing}");
 }
 
-fn auto(first: &str, second: &str) -> RailWishes {
+pub(super) fn auto(first: &str, second: &str) -> RailWishes {
     wishes(DualRail::Auto, first, second)
 }
 
@@ -84,11 +84,13 @@ fn two_rails_of_the_peer_that_are_one_are_reduced_to_one_or_refused() {
     is(&pairing, &[(0, "rxe0")]);
     let why = OneRail::OnePeerRail { first: "peer0".into(), second: "peer1".into() };
     assert_eq!(pairing.one_rail, Some(why.clone()));
-    for asked in [wishes(DualRail::Two, "", ""), auto("", "rxe1")] {
-        let error = pair(&twice, &hosts(), &routed(), &asked).unwrap_err();
-        assert_eq!(error, PairError::TwoWanted(why.clone()));
-        assert!(error.to_string().contains("METRALE_EXPERT_DUAL_RAIL=0"), "{error}");
-    }
+    let asked = wishes(DualRail::Two, "", "");
+    let error = pair(&twice, &hosts(), &routed(), &asked).unwrap_err();
+    assert_eq!(error, PairError::TwoWanted(why.clone()));
+    assert!(error.to_string().contains("METRALE_EXPERT_DUAL_RAIL=0"), "{error}");
+    // A second rail that is only named is missed, and the first one used.
+    let named = pair(&twice, &hosts(), &routed(), &auto("", "rxe1")).unwrap();
+    assert_eq!((named.pairs.len(), named.one_rail), (1, Some(why)));
     let mut port2 = twice.clone();
     port2[1].port = 2;
     assert_eq!(pair(&port2, &hosts(), &routed(), &auto("", "")).unwrap().pairs.len(), 2);
@@ -172,7 +174,8 @@ fn a_port_that_both_could_use_goes_to_the_one_that_needs_it() {
 fn errors_name_the_rail_they_are_about() {
     let error = pair(&offers(), &hosts(), &routed(), &auto("gone", "")).unwrap_err().to_string();
     assert!(error.contains("METRALE_EXPERT_RDMA_DEV names \"gone\""), "{error}");
-    let error = pair(&offers(), &hosts(), &routed(), &auto("", "gone")).unwrap_err().to_string();
+    let two = wishes(DualRail::Two, "", "gone");
+    let error = pair(&offers(), &hosts(), &routed(), &two).unwrap_err().to_string();
     assert!(error.contains("METRALE_EXPERT_RAIL2_DEV names \"gone\""), "{error}");
     let error = pair(&offers(), &hosts(), &routed()[..1], &auto("", "")).unwrap_err();
     assert_eq!(error, PairError::Sources { offered: 2, sources: 1 });

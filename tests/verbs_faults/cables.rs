@@ -85,6 +85,11 @@ pub(crate) fn cut(addresses: &[&str]) -> Until {
     Until::then("nft delete table ip cut")
 }
 
+/// The address of rail `rail` at the client's end, 1, or at the peer's, 2.
+pub(crate) fn address(rail: u8, end: u8) -> String {
+    format!("10.{}.0.{end}", rail + 1)
+}
+
 /// The cable of rail `rail`, 0 or 1, is out at the client's end until the guard's end.
 pub(crate) fn unplug(rail: u8) -> Until {
     must(&format!("ip link set v{rail} down"));
@@ -94,8 +99,8 @@ pub(crate) fn unplug(rail: u8) -> Until {
 /// Adds the route that makes packets of a rail cross its cable, which goes with the link or the
 /// address; without it both ends of the rail would be the peer's device.
 pub(crate) fn route(rail: u8) -> String {
-    let net = rail + 1;
-    format!("ip route replace 10.{net}.0.2 dev v{rail} table 1{rail}1 src 10.{net}.0.1")
+    let (ours, theirs) = (address(rail, 1), address(rail, 2));
+    format!("ip route replace {theirs} dev v{rail} table 1{rail}1 src {ours}")
 }
 
 /// A peer that serves both rails.

@@ -2,6 +2,7 @@
 
 use expert_tier::testing::{TestStore, small_arena};
 use expert_tier::verbs::VerbsTier;
+use railset::pairing::DualRail;
 
 use crate::cables::{Until, connect, keys, must, one_rail, options, peer, route, unplug};
 use crate::peer_support::process::metrale;
@@ -38,8 +39,10 @@ fn refusal(change: impl FnOnce(&mut expert_tier::verbs::VerbsOptions)) -> String
 #[test]
 #[ignore = "needs RDMA devices: scripts/test-verbs"]
 fn a_device_that_is_not_there_is_named_with_those_that_are() {
-    let text = refusal(|options| options.wishes.rails[0].device = Some("mlx5_7".into()));
-    assert!(text.contains("mlx5_7") && text.contains("rxe0"), "{text}");
+    for rail in [0, 1] {
+        let text = refusal(|options| options.wishes.rails[rail].device = Some("mlx5_7".into()));
+        assert!(text.contains("mlx5_7") && text.contains("rxe0"), "{text}");
+    }
 }
 
 #[test]
@@ -53,6 +56,7 @@ fn a_device_whose_port_is_down_is_named() {
     let peer = crate::peer_support::process::Peer::start(&store.path(), &["--rail", "rxe1p"]);
     let mut options = options(peer.address());
     options.wishes.rails[0].device = Some("rxe0".into());
+    options.wishes.dual = DualRail::One;
     let text = VerbsTier::connect(options).err().expect("no such rail").to_string();
     println!("{text}");
     assert!(text.contains("rxe0"), "{text}");
@@ -72,7 +76,10 @@ fn a_device_whose_port_is_down_is_named() {
 fn a_port_with_nothing_but_a_link_local_address_is_named() {
     must("ip addr del 10.1.0.1/24 dev v0");
     let _back = Until::then("ip addr add 10.1.0.1/24 dev v0").and_then(route(0));
-    let text = refusal(|options| options.wishes.rails[0].device = Some("rxe0".into()));
+    let text = refusal(|options| {
+        options.wishes.rails[0].device = Some("rxe0".into());
+        options.wishes.dual = DualRail::One;
+    });
     assert!(text.contains("rxe0"), "{text}");
 }
 

@@ -19,6 +19,7 @@ use railset::push::{Fetch, PushRequest, PushStatus, Receipt, Window};
 use railset::table::{CheckedTable, Column, LayerShape, LayerTable, SPILLED, Table};
 
 use super::super::VerbsOptions;
+use super::super::claims::Blame;
 use super::super::devices::Devices;
 use super::super::rail::PreparedRail;
 use super::tests::{pair, spec};
@@ -247,7 +248,7 @@ impl<'a> World<'a> {
                     drop(state);
                     self.desk.ring();
                 }
-                Err(why) => self.desk.dial_failed(&why),
+                Err(why) => self.desk.dial_failed(slot, &why, Blame::Other),
             }
         }
     }

@@ -11,10 +11,11 @@ use std::time::{Duration, Instant};
 
 use gpu_sys::pinned::HugePages;
 use railset::choose::RailSpec;
-use railset::handshake::client::Carry;
 use railset::table::CheckedTable;
 
 use super::call::Call;
+use super::claims::Blame;
+use super::connector::Complaints;
 use super::devices::{Device, Devices};
 use super::grant::{Granted, NOT_REVOKED};
 use super::push::PushLane;
@@ -37,7 +38,7 @@ pub(super) struct Desk {
     pub(super) manifest: Arc<Manifest>,
     pub(super) accounts: Accounts,
     pub(super) devices: Devices,
-    /// A slot to try new rails with.
+    /// Slots to try new rails with.
     pub(super) probe: ExpertArena,
     next_rail: AtomicU64,
     state: Mutex<State>,
@@ -55,20 +56,13 @@ pub(super) struct Desk {
     /// Whether a caller sleeps until a push has come.
     sleeps: AtomicBool,
     reconnects: AtomicU64,
+    pub(super) complaints: Complaints,
     pub(super) rejections: AtomicU64,
     /// What the peer is to be told.
     pub(super) reports: Reports,
     pub(super) opened: Instant,
     /// Milliseconds after `opened` at which somebody last looked for requests out of time.
     pub(super) looked_ms: AtomicU64,
-}
-
-/// A rail that should be there and is not.
-pub(super) struct Need {
-    /// Which of the client's rails.
-    pub(super) slot: usize,
-    /// What to ask of the peer.
-    pub(super) carry: Carry,
 }
 
 /// A part to check, and where its call is.
@@ -138,6 +132,7 @@ impl Desk {
             driven: AtomicBool::new(false),
             sleeps: AtomicBool::new(false),
             reconnects: AtomicU64::new(0),
+            complaints: Complaints::default(),
             rejections: AtomicU64::new(0),
             opened: Instant::now(),
             looked_ms: AtomicU64::new(0),
@@ -235,7 +230,7 @@ impl Desk {
 
     /// A new rail carries what waits; its control connection goes to the keeper.
     pub(super) fn rail_up(self: &Arc<Self>, opened: Opened) {
-        let Opened { session, mut rail, rails_possible } = opened;
+        let Opened { session, mut rail, .. } = opened;
         let mut state = self.lock();
         if state.closing {
             // Nobody would end it any more: it goes here, and its connection with it.
@@ -253,7 +248,7 @@ impl Desk {
         }
         let outage_ms = state.down_since.take().map(|since| since.elapsed().as_millis());
         let (name, slot) = (rail.name(), rail.slot);
-        state.rails_wanted = state.rails_wanted.max(rails_possible);
+        state.claims.succeeded(slot);
         state.rails.push(rail);
         state.sessions.push(session);
         state.healthy = true;
@@ -267,15 +262,6 @@ impl Desk {
     /// Moves the control connections of new rails to `sessions`.
     pub(super) fn take_sessions(&self, sessions: &mut Vec<Session>) {
         sessions.append(&mut self.lock().sessions);
-    }
-
-    /// The rail that should be there and is not; none while one in its place is not quite gone.
-    pub(super) fn need(&self) -> Option<Need> {
-        let state = self.lock();
-        let slot = (0..state.rails_wanted).find(|&slot| !state.has_slot(slot))?;
-        let up: Vec<_> = state.rails.iter().map(Rail::ends).collect();
-        let carry = if up.is_empty() { Carry::First } else { Carry::Beside { slot, up } };
-        Some(Need { slot, carry })
     }
 
     /// Whether the client's rail `slot` is there, though it may be about to go.
@@ -316,9 +302,10 @@ impl Desk {
         self.lock().can_push()
     }
 
-    /// An attempt to set up a rail failed.
-    pub(super) fn dial_failed(&self, why: &str) {
+    /// An attempt to set up rail `slot` failed.
+    pub(super) fn dial_failed(&self, slot: usize, why: &str, blame: Blame) {
         let mut state = self.lock();
+        state.claims.gave_up(slot, blame);
         if state.rails.is_empty() {
             state.healthy = false;
             state.down_since.get_or_insert_with(Instant::now);

@@ -17,10 +17,10 @@ use gpu_sys::verbs::{
     Access, CompletionChannel, Context, Landing, Library, Memory, MemoryRegion, PortState,
     ProtectionDomain, VerbsError,
 };
-use railset::choose::{Asker, choose};
+use railset::choose::{Asker, ChooseError, choose};
 use railset::driver;
 use railset::facts::DeviceFacts;
-use railset::pairing::RailWishes;
+use railset::pairing::{DualRail, RailWishes};
 
 use super::OpenError;
 use crate::arena::{ArenaId, ExpertArena, Part};
@@ -69,10 +69,10 @@ impl Devices {
         Self { library, known: Mutex::default(), opening: Mutex::default() }
     }
 
-    /// Fails where no device, port and GID could carry the first rail, whoever the peer is.
-    pub(super) fn any(&self, wishes: &RailWishes) -> Result<(), OpenError> {
-        choose(&self.facts()?, Asker::Rail1, &wishes.rails[0], None, None)?;
-        Ok(())
+    /// Fails where no device, port and GID could carry any rail, whoever the peer is; where two are asked
+    /// for and one of them has nothing; and where a device is named that does not exist.
+    pub(super) fn fit(&self, wishes: &RailWishes) -> Result<(), OpenError> {
+        Ok(fit(&self.facts()?, wishes)?)
     }
 
     /// What devices there are now, and how their ports are.
@@ -198,7 +198,84 @@ impl Device {
     }
 }
 
+fn fit(facts: &[DeviceFacts], wishes: &RailWishes) -> Result<(), ChooseError> {
+    let rails = wishes.for_rails().iter().zip([Asker::Rail1, Asker::Rail2]);
+    let errors = rails.filter_map(|(wish, asker)| choose(facts, asker, wish, None, None).err());
+    let errors: Vec<_> = errors.collect();
+    let is_missing =
+        |error: &&ChooseError| matches!(error, ChooseError::WishedDeviceMissing { .. });
+    // A port may come up, and an interface get its address; a name stays wrong.
+    let fatal = errors.iter().find(is_missing).or_else(|| {
+        let need_all = wishes.dual == DualRail::Two || errors.len() == wishes.for_rails().len();
+        errors.first().filter(|_| need_all)
+    });
+    fatal.cloned().map_or(Ok(()), Err)
+}
+
 /// A list here changes by one push, so a poisoned lock guards sound data.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use railset::choose::Wish;
+    use railset::facts::{Gid, GidFacts, GidKind, LinkLayer, Mtu, PortFacts, PortState};
+
+    use super::*;
+
+    fn device(name: &str, number: u8, state: PortState) -> DeviceFacts {
+        let mut gid = [0; 16];
+        gid[10..].copy_from_slice(&[0xff, 0xff, 10, number, 0, 1]);
+        let gids = vec![GidFacts { index: 1, gid: Gid(gid), kind: GidKind::RoceV2, netdev: None }];
+        let port = PortFacts {
+            number: 1,
+            state,
+            link_layer: LinkLayer::Ethernet,
+            lid: 0,
+            active_mtu: Mtu::B1024,
+            bits_per_s: None,
+            gids,
+        };
+        DeviceFacts {
+            name: name.into(),
+            node_guid: number.into(),
+            numa_node: None,
+            ports: vec![port],
+            initiator_depth: 16,
+            responder_depth: 16,
+            max_qp_wr: 1024,
+            max_mr_size: u64::MAX,
+        }
+    }
+
+    fn wishes(dual: DualRail, devices: [&str; 2]) -> RailWishes {
+        let wish =
+            |name: &str| Wish { device: (!name.is_empty()).then(|| name.into()), gid_index: None };
+        RailWishes { dual, rails: devices.map(wish) }
+    }
+
+    #[test]
+    fn a_client_may_start_where_one_rail_can_be_had_and_every_name_exists() {
+        let (up, down) = (PortState::Active, PortState::Down);
+        let refused = |states: [PortState; 2], dual, devices| {
+            let facts = [device("a", 1, states[0]), device("b", 2, states[1])];
+            fit(&facts, &wishes(dual, devices)).err().map(|error| error.to_string())
+        };
+        for devices in [["a", "b"], ["b", "a"], ["a", ""], ["", "a"]] {
+            for states in [[up, down], [down, up], [up, up]] {
+                assert_eq!(refused(states, DualRail::Auto, devices), None, "{devices:?}");
+            }
+        }
+        let error = refused([down, down], DualRail::Auto, ["a", "b"]).expect("no port is up");
+        assert!(error.contains("METRALE_EXPERT_RDMA_DEV names \"a\""), "{error}");
+        let error = refused([up, down], DualRail::Two, ["a", "b"]).expect("two are needed");
+        assert!(error.contains("METRALE_EXPERT_RAIL2_DEV names \"b\""), "{error}");
+        assert!(refused([down, up], DualRail::One, ["a", "b"]).is_some(), "the first is the one");
+        assert_eq!(refused([up, down], DualRail::One, ["a", "b"]), None);
+        for dual in [DualRail::Auto, DualRail::Two] {
+            let error = refused([up, up], dual, ["a", "gone"]).expect("a wrong name");
+            assert!(error.contains("METRALE_EXPERT_RAIL2_DEV names \"gone\""), "{error}");
+        }
+    }
 }

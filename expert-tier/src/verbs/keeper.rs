@@ -1,24 +1,16 @@
-//! The two threads of the backend.
-//!
-//! The keeper listens to the peer and to the devices, and looks after the rails where no caller
-//! does. The connector sets up rails that are missing, each attempt within its bound and with a
-//! back-off of its own; it waits for the peer, so it must not be the one that looks after the rails
-//! that work.
+//! The thread that listens to the peer and to the devices, and looks after the rails where no caller
+//! does. It waits for no peer: rails that are missing are set up by other threads (`connector.rs`).
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use gpu_sys::verbs::AsyncEvent;
-use railset::handshake::client::Carry;
-use railset::health::RailSet;
 use railset::message::Kind;
-use rand::Rng;
 
-use super::desk::{Desk, Need, PartChecker};
+use super::desk::{Desk, PartChecker};
 use super::devices::Device;
 use super::rail::Rail;
 use super::session::{self, Session};
-use crate::tcp::Dialler;
 
 /// How long the keeper waits for the peer while READs fly that no caller looks after.
 const FLYING_TICK: Duration = Duration::from_millis(1);
@@ -26,8 +18,6 @@ const FLYING_TICK: Duration = Duration::from_millis(1);
 const IDLE_TICK: Duration = Duration::from_millis(20);
 /// How often the peer is told which records are read.
 const USAGE_INTERVAL: Duration = Duration::from_millis(250);
-/// How often the connector looks whether a rail is missing.
-const LOOK: Duration = Duration::from_millis(20);
 
 /// Looks after rails and control connections until the backend is closed.
 pub(super) fn keep(desk: &Arc<Desk>, checker: &PartChecker) {
@@ -126,83 +116,6 @@ fn look_at_events(desk: &Desk, devices: &mut Vec<Arc<Device>>) {
             }
         }
     }
-}
-
-/// The attempts at one rail, beside what the [`RailSet`] keeps of it.
-struct Attempts {
-    due: Instant,
-    /// When the last one succeeded.
-    up_since: Option<Instant>,
-    /// Whether the rail has ever been there.
-    ever_up: bool,
-    /// Why the last one failed; logged when it changes.
-    why: String,
-}
-
-/// Sets up rails that are missing, until the backend is closed.
-pub(super) fn connect(desk: &Arc<Desk>, dialler: &Dialler) {
-    let mut slots = [0, 1].map(|slot| {
-        let (due, ever_up, why) = (Instant::now(), desk.has_slot(slot), String::new());
-        Attempts { due, up_since: Some(due), ever_up, why }
-    });
-    let mut rails = RailSet::new(slots.len(), desk.options.backoff);
-    while !desk.closing() {
-        let Some(Need { slot, carry }) = desk.need() else {
-            desk.pause(LOOK);
-            continue;
-        };
-        let attempts = &mut slots[slot];
-        if let Some(since) = attempts.up_since.take() {
-            // One that broke at once must not be set up in a tight loop.
-            if since.elapsed() > desk.options.deadline {
-                rails.recovered(slot);
-            }
-            attempts.due = attempts.next(desk, &mut rails, slot);
-        }
-        let wait = attempts.due.saturating_duration_since(Instant::now());
-        if !wait.is_zero() {
-            desk.pause(wait.min(LOOK));
-            continue;
-        }
-        if let Err(why) = try_once(desk, dialler, carry, slot, attempts) {
-            attempts.due = attempts.next(desk, &mut rails, slot);
-            desk.dial_failed(&why);
-            attempts.why = why;
-        }
-    }
-}
-
-impl Attempts {
-    /// When rail `slot`, which is not there, is to be tried next.
-    fn next(&self, desk: &Desk, rails: &mut RailSet, slot: usize) -> Instant {
-        let wait = match self.ever_up {
-            true => rails.failed(slot, rand::rng().next_u32()).unwrap_or(LOOK),
-            false => desk.options.absent,
-        };
-        Instant::now() + wait
-    }
-}
-
-fn try_once(
-    desk: &Arc<Desk>,
-    dialler: &Dialler,
-    carry: Carry,
-    slot: usize,
-    attempts: &mut Attempts,
-) -> Result<(), String> {
-    let opened = session::dial(desk, dialler, carry, slot).map_err(|error| {
-        let why = error.to_string();
-        if why != attempts.why {
-            tracing::warn!(peer = %desk.options.peer, rail = slot, reason = why,
-                "no rail; trying again");
-        }
-        why
-    })?;
-    (attempts.up_since, attempts.ever_up) = (Some(Instant::now()), true);
-    attempts.why.clear();
-    desk.count_reconnect();
-    desk.rail_up(opened);
-    Ok(())
 }
 
 #[cfg(test)]

@@ -7,8 +7,9 @@
 //! Bounds, all of them settings:
 //! * Setting up a rail takes at most `connect` for each of connecting, agreeing, and `deadline` for
 //!   trying it out. One that failed is tried again with back-off, at first after `backoff.first_ms`,
-//!   at last every `backoff.most_ms`, while the others carry on; a second rail that there has never
-//!   been, every `absent`.
+//!   at last every `backoff.most_ms`, while the other carries on; one that there has never been
+//!   beside the other, every `absent`. Each rail has a thread that tries it, so one whose way is dead
+//!   does not delay the other.
 //! * A rail on which something flies and nothing completes for `deadline` is ended: its queue pairs
 //!   are put in error, so that everything comes back, and what came back flies again on another.
 //!   What has not come back after `drain` ends with the queue pair, which is destroyed.
@@ -26,6 +27,8 @@
 //! was destroyed. Where a queue pair cannot even be destroyed, the slot is lost, and said to be.
 
 mod call;
+mod claims;
+mod connector;
 mod desk;
 mod devices;
 mod ends;
@@ -49,8 +52,7 @@ use gpu_sys::verbs::VerbsError;
 use railset::BackoffSettings;
 use railset::choose::{ChooseError, RailSpec};
 use railset::handshake::HandshakeError;
-use railset::handshake::client::Carry;
-use railset::pairing::{DualRail, RailWishes};
+use railset::pairing::RailWishes;
 
 use crate::arena::{ArenaError, ExpertArena};
 use crate::checker::{Checker, Job, MAX_CHECK_THREADS, default_check_threads};
@@ -61,7 +63,7 @@ use crate::tier::{self, Completion, CompletionQueue, ExpertTier, FetchRequest, T
 use crate::wire::Secret;
 use crate::wire::handshake::Goal;
 use crate::wire::io::IoError;
-use desk::{Desk, Need, PartChecker};
+use desk::{Desk, PartChecker};
 use devices::Devices;
 
 /// Between two looks at the clock by a caller that waits while nothing flies.
@@ -198,6 +200,23 @@ pub enum OpenError {
     /// Memory for trying rails out could not be pinned.
     #[error(transparent)]
     Arena(#[from] ArenaError),
+    /// The rail is up already, or being set up.
+    #[error("{rail} is being used already")]
+    Taken {
+        /// The rail.
+        rail: String,
+    },
+    /// Every pair of ends has failed.
+    #[error("every pair of ends has been tried")]
+    NoOtherPair,
+    /// Neither of the client's rails can be set up.
+    #[error("{first}; and the other rail: {second}")]
+    NeitherRail {
+        /// What is wrong with the first.
+        first: Box<Self>,
+        /// What is wrong with what was tried instead.
+        second: Box<Self>,
+    },
     /// The two ends agreed on no rail at all.
     #[error("the handshake brought no rail")]
     NoRail,
@@ -213,19 +232,24 @@ pub enum OpenError {
 pub struct VerbsTier {
     desk: Arc<Desk>,
     checker: Arc<PartChecker>,
-    /// Keeper and connector; joined before anything else goes.
+    /// Keeper and connectors; joined before anything else goes.
     threads: Vec<JoinHandle<()>>,
 }
 
 impl VerbsTier {
     /// Opens the library, connects to the peer, learns its manifest, and sets up the rails.
     ///
+    /// One rail is enough, whichever it is: the other one is tried again, and the log says why it is
+    /// missing. Two are needed only with
+    /// [`DualRail::Two`](railset::pairing::DualRail::Two); a client that has started goes on with one
+    /// then, too. A device that is named and does not exist is refused in any case.
+    ///
     /// # Errors
     /// There are no verbs here, or the peer cannot be reached or agreed with.
     pub fn connect(options: VerbsOptions) -> Result<Self, OpenError> {
         let devices = Devices::open()?;
         // Before the peer is bothered: without a device nothing can come of it.
-        devices.any(&options.wishes)?;
+        devices.fit(&options.wishes)?;
         let dialler = Dialler::new(options.peer.clone(), options.secret.clone(), options.connect);
         let (socket, manifest) = dialler.dial(Goal::Discover(options.fingerprint))?;
         let no_manifest = || DialError::NoManifest { peer: options.peer.clone() };
@@ -237,26 +261,17 @@ impl VerbsTier {
             .map_err(|source| DialError::Thread { what: "check records", source })?;
         let checker = Arc::new(checker);
         let desk = Arc::new(Desk::new(options, manifest, devices)?);
-        desk.rail_up(session::open(&desk, socket, Carry::First, 0)?);
+        connector::begin(&desk, socket, &dialler)?;
         let mut tier = Self { desk, checker, threads: Vec::new() };
-        tier.second_rail(&dialler)?;
         tier.start("verbs-keeper", |desk, checker| keeper::keep(&desk, &checker))?;
-        tier.start("verbs-connector", move |desk, _| keeper::connect(&desk, &dialler))?;
-        Ok(tier)
-    }
-
-    /// Sets up the second rail where there can be one. Where it is not asked for, it may come later.
-    fn second_rail(&self, dialler: &Dialler) -> Result<(), OpenError> {
-        let Some(Need { slot, carry }) = self.desk.need() else { return Ok(()) };
-        match session::dial(&self.desk, dialler, carry, slot) {
-            Ok(opened) => self.desk.rail_up(opened),
-            Err(error) if self.desk.options.wishes.dual == DualRail::Two => return Err(error),
-            Err(error) => {
-                let peer = &self.desk.options.peer;
-                tracing::warn!(%peer, reason = %error, "no second rail; trying again");
-            }
+        let rails = tier.desk.options.wishes.for_rails().len();
+        for (slot, name) in
+            ["verbs-connect-0", "verbs-connect-1"].into_iter().enumerate().take(rails)
+        {
+            let dialler = dialler.clone();
+            tier.start(name, move |desk, _| connector::connect(&desk, &dialler, slot))?;
         }
-        Ok(())
+        Ok(tier)
     }
 
     fn start(

@@ -21,9 +21,9 @@ use gpu_sys::verbs::{
 use railset::choose::RailSpec;
 use railset::driver;
 use railset::handshake::BringUp;
-use railset::handshake::client::{Create, RailEnds};
+use railset::handshake::client::Create;
 use railset::message::{Psn, Qpn, QueuePairEnd};
-use railset::pairing::RailPair;
+use railset::pairing::{RailEnds, RailPair};
 use railset::table::{CheckedTable, Place};
 use rand::Rng;
 
@@ -174,7 +174,7 @@ impl PreparedRail {
         let completions = Completions::with_room(LOOK_COMPLETIONS);
         let (region, ending, table) = (None, None, None);
         let rate = Rate::new(spec.bits_per_s);
-        let ends = RailEnds { local: spec.identity(), peer: pair.offered.identity() };
+        let ends = pair.ends();
         Ok(Rail {
             number,
             slot,

@@ -18,14 +18,14 @@ use railset::driver;
 use railset::handshake::HandshakeError;
 use railset::handshake::client::{Carry, ClientAction, ClientRails, ClientSettings};
 use railset::message::Kind;
-use railset::pairing::{DualRail, OneRail};
+use railset::pairing::OneRail;
 use railset::table::LayerShape;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use super::OpenError;
 use super::desk::Desk;
 use super::inbox::{self, Inbox};
 use super::rail::{PreparedRail, Rail};
-use super::{OpenError, VerbsOptions};
 use crate::key::ExpertKey;
 use crate::layout::{ExpertLayout, LayerLayout, SpecDigest, header_bytes};
 use crate::pieces::PIECE_BYTES;
@@ -40,7 +40,7 @@ const MAX_FRAME_BYTES: u64 = 64 << 20;
 /// Most bytes that a new rail is tried with: more than one packet, so that a path that drops large
 /// ones is found out.
 pub(super) const PROBE_BYTES: u64 = 8192;
-/// Slots to try new rails with. One is used at a time; a slot whose queue pair cannot be destroyed is
+/// Slots to try new rails with. Each thread that sets up rails uses one at a time; a slot whose queue pair cannot be destroyed is
 /// lost, and must not keep every later rail from being tried.
 pub(super) const PROBES: u32 = 8;
 
@@ -71,33 +71,41 @@ pub(super) struct Session {
 pub(super) struct Opened {
     pub(super) session: Session,
     pub(super) rail: Rail,
-    /// How many rails the two ends can have, as far as is known.
-    pub(super) rails_possible: usize,
+    /// Why the two ends have no second rail, if they have none.
+    pub(super) one_rail: Option<OneRail>,
 }
 
-/// Connects to the peer and sets up the rail that `carry` asks for, as the client's rail `slot`.
+/// Which pairs of ends an attempt may choose.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Pairs {
+    Any,
+    /// Those that have not failed yet.
+    Untried,
+}
+
+/// Connects to the peer and sets up the client's rail `slot`.
 pub(super) fn dial(
     desk: &Desk,
     dialler: &Dialler,
-    carry: Carry,
     slot: usize,
+    pairs: Pairs,
 ) -> Result<Opened, OpenError> {
     let goal = Goal::Resume(Arc::clone(&desk.manifest));
     let socket = dialler.dial_unless(&|| desk.closing(), goal)?;
-    open(desk, socket, carry, slot)
+    open(desk, socket, slot, pairs)
 }
 
-/// Agrees with the peer on a rail over `socket`, which is attached, and tries it.
+/// Agrees with the peer on rail `slot` over `socket`, which is attached, and tries it.
 pub(super) fn open(
     desk: &Desk,
     socket: TcpStream,
-    carry: Carry,
     slot: usize,
+    pairs: Pairs,
 ) -> Result<Opened, OpenError> {
     let options = &desk.options;
     let settings = ClientSettings {
         wishes: options.wishes.clone(),
-        carry,
+        carry: Carry::default(),
         queue_pairs: options.queue_pairs,
         depth: u8::MAX,
     };
@@ -106,7 +114,7 @@ pub(super) fn open(
     let rail = desk.next_rail();
     let stopped = || desk.closing();
     let clock = clock.or_when(&stopped);
-    let mut opening = Opening { desk, socket, machine, clock, prepared: None, slot, rail };
+    let mut opening = Opening { desk, socket, machine, clock, prepared: None, slot, pairs, rail };
     let mut opened = opening.run(first)?;
     let pair = opening.machine.rails().first().map(|rail| &rail.pair);
     let why = pair.map(|pair| pair.local.explanation.routed);
@@ -118,10 +126,10 @@ pub(super) fn open(
     if let Some(pair) = pair {
         tracing::info!(peer = %options.peer, slot, "rail {pair}");
     }
-    let rails_possible = possible(&opening.machine, options);
+    let one_rail = opening.machine.one_rail().cloned();
     let Opening { socket, machine, .. } = opening;
     let session = Session { rail, socket, inbox: Inbox::default(), machine };
-    Ok(Opened { session, rail: opened, rails_possible })
+    Ok(Opened { session, rail: opened, one_rail })
 }
 
 /// Reads the first bytes of a record that the peer has, over a rail that is not in use yet.
@@ -158,6 +166,7 @@ struct Opening<'a> {
     clock: Clock<'a>,
     prepared: Option<PreparedRail>,
     slot: usize,
+    pairs: Pairs,
     rail: u64,
 }
 
@@ -186,7 +195,13 @@ impl Opening<'_> {
                 ClientAction::FindRoutes(gids) => {
                     let facts = self.desk.devices.facts()?;
                     let sources: Vec<_> = gids.iter().map(driver::source_towards).collect();
-                    self.machine.on_routes(&facts, &sources)
+                    // What the other rail takes is looked up as late as can be.
+                    self.machine.carry(Carry::One(self.desk.wanted(self.slot)));
+                    let paired = self.machine.on_routes(&facts, &sources);
+                    if paired.is_ok() {
+                        self.claim()?;
+                    }
+                    paired
                 }
                 ClientAction::CreateQueuePairs(creates) => {
                     for create in creates {
@@ -217,6 +232,19 @@ impl Opening<'_> {
         }
     }
 
+    /// Claims the pair that was chosen, so that no other rail gets one of its ends.
+    fn claim(&self) -> Result<(), OpenError> {
+        let pair = &self.machine.rails().first().ok_or(OpenError::NoRail)?.pair;
+        let (ends, one_rail) = (pair.ends(), self.machine.one_rail());
+        if self.pairs == Pairs::Untried && self.desk.wanted(self.slot).failed.contains(&ends) {
+            return Err(OpenError::NoOtherPair);
+        }
+        match self.desk.claim(self.slot, ends, one_rail) {
+            true => Ok(()),
+            false => Err(OpenError::Taken { rail: pair.local.spec.to_string() }),
+        }
+    }
+
     fn say(&mut self, kind: Kind, body: &[u8]) -> Result<(), OpenError> {
         let bytes = encode_frame(kind.into(), Status::Ok, body);
         write_all(&mut self.socket, &bytes, &self.clock).map_err(|source| self.io(source))
@@ -237,17 +265,6 @@ impl Opening<'_> {
 
     fn disagreed(&self, source: HandshakeError) -> OpenError {
         OpenError::Agree { peer: self.desk.options.peer.clone(), source: Box::new(source) }
-    }
-}
-
-/// Rails that these two ends can have: two where the user and the peer have them, even where one of
-/// this host's ports is down at the moment.
-fn possible(machine: &ClientRails, options: &VerbsOptions) -> usize {
-    match machine.one_rail() {
-        _ if options.wishes.dual == DualRail::One => 1,
-        // Of these the last three may change when a port comes up.
-        None | Some(OneRail::Choose(_) | OneRail::NotRouted | OneRail::OneLocalRail { .. }) => 2,
-        Some(OneRail::Wished | OneRail::PeerOffersOne | OneRail::OnePeerRail { .. }) => 1,
     }
 }
 

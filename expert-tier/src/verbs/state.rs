@@ -11,6 +11,7 @@ use gpu_sys::verbs::{Remote, WorkError, WorkStatus};
 
 use super::VerbsOptions;
 use super::call::{Call, Calls, Way};
+use super::claims::Claims;
 use super::grant::Granted;
 use super::push::PushLane;
 use super::pushes::{Order, push_ended};
@@ -24,8 +25,10 @@ use crate::tier::{CompletionQueue, Ticket, TierKind};
 
 pub(super) struct State {
     pub(super) rails: Vec<Rail>,
-    /// How many rails there should be.
+    /// How many rails there should be, as far as is known.
     pub(super) rails_wanted: usize,
+    /// What is being set up.
+    pub(super) claims: Claims,
     /// Control connections of new rails, on their way to the keeper.
     pub(super) sessions: Vec<Session>,
     pub(super) calls: Calls,
@@ -72,6 +75,7 @@ impl State {
         Self {
             rails: Vec::new(),
             rails_wanted: 1,
+            claims: Claims::default(),
             sessions: Vec::new(),
             calls: Calls::default(),
             reads: VecDeque::new(),

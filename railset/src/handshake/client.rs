@@ -4,14 +4,16 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use super::{BringUp, HandshakeError, decoded, made};
-use crate::choose::{RailIdentity, RailSpec};
-use crate::facts::{DeviceFacts, Gid, GidFacts};
+use crate::choose::RailSpec;
+use crate::facts::{DeviceFacts, Gid};
 use crate::message::OfferedRail;
 use crate::message::{
     Connect, ConnectRail, Connected, ConnectedRail, Kind, MAX_QPS_PER_RAIL, Offer, QueuePairEnd,
     Request, SpillTerms, TableAck,
 };
-use crate::pairing::{DualRail, OneRail, PairError, Pairing, RailPair, RailWishes, pair};
+use crate::pairing::{
+    OneRail, OneWanted, PairError, Pairing, RailPair, RailWishes, pair, pair_one,
+};
 use crate::table::{CheckedTable, LayerShape, Table};
 
 /// Which of its rails a client wants to carry over one connection.
@@ -20,24 +22,8 @@ pub enum Carry {
     /// All of them.
     #[default]
     All,
-    /// The first of them, chosen so that there can be a second where one is wanted.
-    First,
-    /// One that is none of those that are up already.
-    Beside {
-        /// Which of the client's rails it is to be, 0 or 1: whose wish holds.
-        slot: usize,
-        /// Those that are up.
-        up: Vec<RailEnds>,
-    },
-}
-
-/// A rail, as both of its ends name it.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct RailEnds {
-    /// The client's end.
-    pub local: RailIdentity,
-    /// The peer's end.
-    pub peer: RailIdentity,
+    /// One of them.
+    One(OneWanted),
 }
 
 /// What a client wants.
@@ -71,42 +57,9 @@ impl ClientSettings {
     ) -> Result<Pairing, PairError> {
         match &self.carry {
             Carry::All => pair(offered, devices, sources, &self.wishes),
-            Carry::First => {
-                let mut pairing = pair(offered, devices, sources, &self.wishes)?;
-                pairing.pairs.truncate(1);
-                Ok(pairing)
-            }
-            Carry::Beside { slot, up } => {
-                let is_free = |rail: &OfferedRail| {
-                    up.iter().all(|taken| !taken.peer.is_same(&rail.identity()))
-                };
-                let left = offered.iter().zip(sources).filter(|(rail, _)| is_free(rail));
-                let (offered, sources): (Vec<_>, Vec<_>) =
-                    left.map(|(rail, source)| (rail.clone(), *source)).unzip();
-                if offered.is_empty() {
-                    return Err(PairError::TwoWanted(OneRail::PeerOffersOne));
-                }
-                let devices: Vec<_> = devices.iter().map(|device| without(device, up)).collect();
-                let wish = self.wishes.rails.get(*slot).cloned().unwrap_or_default();
-                let rails = [wish, crate::choose::Wish::default()];
-                pair(&offered, &devices, &sources, &RailWishes { dual: DualRail::One, rails })
-            }
+            Carry::One(wanted) => pair_one(offered, devices, sources, &self.wishes, wanted),
         }
     }
-}
-
-/// The device without the ports that rails in use leave from.
-fn without(device: &DeviceFacts, up: &[RailEnds]) -> DeviceFacts {
-    let mut left = device.clone();
-    left.ports.retain(|port| {
-        let is_used = |there: &GidFacts| {
-            let (node_guid, port, gid) = (device.node_guid, port.number, there.gid);
-            let here = RailIdentity { node_guid, port, gid };
-            up.iter().any(|rail| rail.local.is_same(&here))
-        };
-        !port.gids.iter().any(is_used)
-    });
-    left
 }
 
 /// Queue pairs to create on a rail, in INIT.
@@ -263,6 +216,11 @@ impl ClientRails {
             State::Ready(table) => Some(table),
             _ => None,
         }
+    }
+
+    /// Changes which rails the connection carries; of no effect once the routes are known.
+    pub fn carry(&mut self, carry: Carry) {
+        self.settings.carry = carry;
     }
 
     /// Takes a message of the peer's.

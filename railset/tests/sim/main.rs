@@ -10,10 +10,10 @@ use std::sync::Arc;
 use proptest::prelude::*;
 use railset::choose::RailIdentity;
 use railset::facts::Mtu;
-use railset::handshake::client::{Carry, ClientRail, ClientSettings, ClientWaits, RailEnds};
+use railset::handshake::client::{Carry, ClientRail, ClientSettings, ClientWaits};
 use railset::handshake::peer::{PeerRails, PeerWaits};
 use railset::message::{Kind, MAX_QPS_PER_RAIL, SpillTerms, Transfer};
-use railset::pairing::{DualRail, OneRail, RailWishes};
+use railset::pairing::{DualRail, FailedPairs, OneRail, OneWanted, RailEnds, RailWishes};
 
 use world::TableStep::{Acknowledges, Uses};
 use world::{Link, World, peer_specs, shapes, table};
@@ -139,7 +139,8 @@ fn up() -> Vec<RailEnds> {
 fn beside(up: &[RailEnds], change: impl FnOnce(&mut World)) -> Result<(String, u8), String> {
     let mut world = World::new();
     change(&mut world);
-    let carry = Carry::Beside { slot: 1, up: up.to_vec() };
+    let wanted = OneWanted { rail_index: 1, taken: up.to_vec(), failed: FailedPairs::default() };
+    let carry = Carry::One(wanted);
     world.settings(ClientSettings { carry, ..ClientSettings::default() });
     world.run(Link::default()).map_err(|error| error.to_string())?;
     world.assert_ready();
