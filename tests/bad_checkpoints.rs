@@ -187,8 +187,117 @@ fn siblings_of_another_type_or_shape_are_both_named() {
             let _ = c.add(UP_3, dtype, &shape);
         });
         let found = format!("{UP_3} is {dtype} {shape:?}");
-        case.is_refused(&[&found, sibling, "BF16 [4, 8]"]);
+        case.is_refused(&[&found, sibling, "BF16 [4, 8]", "1 of the 4 experts of layer 1"]);
     }
+}
+
+#[test]
+fn two_kinds_of_experts_in_a_layer_are_refused_with_what_they_would_need() {
+    let case = Case::single(CONFIG, |c| {
+        for expert in [2, 3] {
+            let name = format!("model.layers.1.mlp.experts.{expert}.up_proj.weight");
+            c.add(name, Dtype::BF16, &[2, 8]);
+        }
+    });
+    let says = ["BF16 [2, 8]", "BF16 [4, 8]", "2 of the 4 experts of layer 1", "a layout each"];
+    case.is_refused(&says);
+}
+
+#[test]
+fn bitsandbytes_is_refused_by_name_with_what_to_pack_instead() {
+    let case = Case::single(CONFIG, |c| {
+        for expert in 0..4 {
+            let weight = format!("model.layers.1.mlp.experts.{expert}.up_proj.weight");
+            c.add(weight.clone(), Dtype::U8, &[16, 1]);
+            c.add(format!("{weight}.absmax"), Dtype::U8, &[1]);
+            c.add(format!("{weight}.quant_map"), Dtype::F32, &[16]);
+            let state = format!("{weight}.quant_state.bitsandbytes__nf4");
+            c.add(state, Dtype::U8, &[80 + expert]);
+        }
+    });
+    case.is_refused(&["experts.0.up_proj.weight.quant", "bitsandbytes", "in another format"]);
+}
+
+#[test]
+fn experts_outside_of_layers_are_refused_where_nothing_or_less_is_understood() {
+    let outside = |c: &mut Checkpoint, stem: &str, blocks: std::ops::Range<u32>| {
+        for name in blocks.map(|n| format!("{stem}{n}.ffn.experts.0.w1.weight")) {
+            c.add(name, Dtype::BF16, &[4, 8]);
+        }
+    };
+    let alone = Case::single("{}", |c| {
+        c.0.retain(|name, _| !name.contains("experts"));
+        outside(c, "mtp.", 0..1);
+    });
+    alone.is_refused(&["mtp.0.ffn.experts.0.w1.weight", "no `layers.<number>`"]);
+    let most = Case::single(CONFIG, |c| outside(c, "transformer.blocks.", 0..3));
+    most.is_refused(&["transformer.blocks.2.ffn.experts.0.w1", "more such layers than the 2"]);
+    let other_name = Case::single(CONFIG, |c| {
+        let names: Vec<_> = c.0.keys().filter(|name| name.contains("experts")).cloned().collect();
+        for name in names {
+            let tensor = c.0.remove(&name).unwrap();
+            c.0.insert(name.replace("experts", "routed_experts"), tensor);
+        }
+    });
+    other_name.is_refused(&["no expert tensors", "mlp.routed_experts.0.down_proj.weight"]);
+}
+
+#[test]
+fn what_is_no_shard_or_config_is_named_for_what_it_is_with_what_to_do() {
+    let pointer = &b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n"[..];
+    let page = &b"<!DOCTYPE html>\n<html><body>Sign in</body></html>"[..];
+    let files = [
+        (pointer, "Git LFS pointer", "git lfs pull"),
+        (page, "web page", "download again"),
+        (&b"PK\x03\x04\x14\0\0\0archive/data.pkl"[..], "zip archive", "convert"),
+        (&b"\x80\x02}q\0."[..], "Python pickle", "runs code"),
+        (&b"GGUF\x03\0\0\0\0\0\0\0"[..], "a GGUF file", "that it was made from"),
+        (&b""[..], "empty", "again"),
+        (&b"{\"error\": \"Invalid token\"}"[..], "begins", "without a token"),
+        (&b"\0\x05\x16\x07\0\x02\0\0Mac OS X"[..], "AppleDouble", "delete it"),
+    ];
+    let case = Case::sharded();
+    let shard = shard_name(1, 3);
+    let index = "model.safetensors.index.json";
+    for name in [shard.as_str(), "config.json", index] {
+        let sound = fs::read(case.path.join(name)).unwrap();
+        for (bytes, kind, advice) in files {
+            fs::write(case.path.join(name), bytes).unwrap();
+            match name == index && bytes.starts_with(b"{") {
+                true => case.is_refused(&[name, "weight_map"]),
+                false => case.is_refused(&[name, kind, advice, "expected"]),
+            }
+        }
+        fs::write(case.path.join(name), sound).unwrap();
+    }
+    fs::write(case.path.join(&shard), fs::read(case.path.join(index)).unwrap()).unwrap();
+    case.is_refused(&[&shard, "JSON text", "a safetensors shard"]);
+    let dir = Case::new(|path| {
+        fs::create_dir(path).unwrap();
+        fs::write(path.join("config.json"), CONFIG).unwrap();
+    });
+    for (name, advice) in [("pytorch_model-00001-of-00002.bin", "convert"), ("m.gguf", "made from")]
+    {
+        fs::write(dir.path.join(name), "x").unwrap();
+        dir.is_refused(&["neither", name, advice]);
+        fs::remove_file(dir.path.join(name)).unwrap();
+    }
+    fs::write(dir.path.join("model.gguf"), b"GGUF\x03\0\0\0").unwrap();
+    let error = refuse(&dir.path.join("model.gguf"));
+    assert!(error.contains("not a directory but a GGUF file"), "{error}");
+}
+
+#[test]
+fn number_literals_of_python_stop_no_pack_except_where_a_count_belongs() {
+    let literals = r#""time_step_limit": [0.0, Infinity], "a": {"b": [[NaN]], "c": -Infinity}"#;
+    let case = Case::single(&format!("{{{literals}, {}", &CONFIG[1..]), |_| {});
+    let finite = Case::single(CONFIG, |_| {});
+    let fingerprint = |case: &Case| {
+        support::pack(&case.path, &case.path.with_file_name("store"))["fingerprint"].clone()
+    };
+    assert_eq!(fingerprint(&case), fingerprint(&finite));
+    Case::single(r#"{"num_experts": NaN}"#, |_| {}).is_refused(&["num_experts is \"NaN\""]);
+    Case::single(r#"{"a": -NaN}"#, |_| {}).is_refused(&["config.json", "invalid number"]);
 }
 
 #[test]
@@ -243,9 +352,7 @@ fn what_looks_like_an_expert_and_is_not_understood_is_named() {
     for (name, shape, why) in [
         ("model.layers.1.mlp.experts.expert_0.w1.weight", vec![4], "`expert_0` is not a number"),
         ("model.layers.1.mlp.experts.w1", vec![3, 4], "first dimension of 3"),
-        ("model.layers.1.mlp.experts.scale", vec![], "scalar"),
         ("model.layers.1.mlp.experts.01.up_proj.weight", vec![4, 8], "leading zero"),
-        ("model.blocks.1.mlp.experts.0.up_proj.weight", vec![4, 8], "no `layers.<number>`"),
         ("model.layers.1.mlp.experts.0.*.weight", vec![4, 8], "`*`"),
         ("model.layers.1.block_sparse_moe.input_linear.weight", vec![5, 8], "dimension of 5"),
     ] {

@@ -173,6 +173,127 @@ fn quantised_mixed_and_uneven_layers_are_packed_byte_for_byte() {
     succeed(&["verify", store.to_str().unwrap()]);
 }
 
+/// A checkpoint with one MoE layer of experts, and of each kind of tensor that stays dense.
+fn with_others() -> Checkpoint {
+    let mut it = Checkpoint::small(4);
+    for expert in 0..2 {
+        it.add(format!("mtp.0.ffn.experts.{expert}.w1.weight"), Dtype::F32, &[3]);
+        for layer in [1, 10] {
+            let chunk = format!("model.layers.{layer}.mlp.chunk_experts.{expert}.w1");
+            it.add(chunk, Dtype::BF16, &[2, 2]);
+        }
+    }
+    it.add("mtp.0.ffn.experts.router.weight", Dtype::F32, &[2, 3]);
+    it.add("model.layers.1.mlp.experts.router.weight", Dtype::BF16, &[4, 8]);
+    it.add("model.layers.1.mlp.shared_experts.0.up_proj.weight", Dtype::F4, &[4, 8]);
+    it
+}
+
+#[test]
+fn routed_experts_that_stay_dense_are_named_and_every_dense_tensor_is_listed() {
+    let dir = tempfile::tempdir().unwrap();
+    let (input, store) = (dir.path().join("input"), dir.path().join("store"));
+    let checkpoint = with_others();
+    checkpoint.write_sharded(&input, r#"{"num_experts": 4}"#, 3);
+    let list = dir.path().join("dense.jsonl");
+    let args = ["pack", "--checkpoint", input.to_str().unwrap(), "--list-dense"];
+    let args = [&args[..], &[list.to_str().unwrap()]].concat();
+    let dry = succeed(&[&args[..], &["--dry-run", "--json"]].concat());
+    let dry: serde_json::Value = serde_json::from_slice(&dry).unwrap();
+    let planned = std::fs::read_to_string(&list).unwrap();
+    let text = succeed(&[&args[..], &["--out", store.to_str().unwrap()]].concat());
+    let text = String::from_utf8(text).unwrap();
+    let chunks = [1, 10].map(|layer| format!("model.layers.{layer}.mlp.chunk_experts"));
+    assert_eq!(dry["left_dense"], serde_json::json!([chunks[0], chunks[1], "mtp.0"]));
+    let named = format!(
+        "routed experts left among the dense weights: {}, {}, mtp.0\n",
+        chunks[0], chunks[1]
+    );
+    assert!(text.contains(&named), "{text}");
+
+    let stored = packed(&store);
+    let mut expected: BTreeMap<String, serde_json::Value> = BTreeMap::new();
+    let index = support::read_index(&input);
+    for (name, tensor) in &checkpoint.0 {
+        if stored.keys().any(|(_, _, packed)| packed == name) {
+            continue;
+        }
+        let line = serde_json::json!({"name": name, "dtype": tensor.dtype.to_string(),
+            "shape": tensor.shape, "bytes": tensor.bytes.len(), "shard": index[name]});
+        expected.insert(name.clone(), line);
+    }
+    let lines = std::fs::read_to_string(&list).unwrap();
+    assert_eq!(lines, planned);
+    let lines = lines.lines().map(|line| serde_json::from_str(line).unwrap());
+    let found: BTreeMap<String, serde_json::Value> = lines
+        .map(|line: serde_json::Value| (line["name"].as_str().unwrap().to_owned(), line))
+        .collect();
+    assert_eq!(found, expected);
+    assert!(found.contains_key("model.layers.1.mlp.experts.router.weight"));
+    let absent = ["pack", "--synthetic", "layers=1,experts=1,bytes=1", "--list-dense", "x"];
+    assert_eq!(support::run(&absent).status.code(), Some(2));
+}
+
+#[test]
+fn one_scale_for_all_experts_is_in_every_record() {
+    let dir = tempfile::tempdir().unwrap();
+    let (input, store) = (dir.path().join("input"), dir.path().join("store"));
+    let experts = "model.layers.0.feed_forward.experts";
+    let mut checkpoint = Checkpoint::default();
+    checkpoint.add(format!("{experts}.down_proj"), Dtype::F8_E4M3, &[4, 3, 2]);
+    // More scales than matrices: the number of experts is not theirs.
+    for (name, shape) in [("a", vec![]), ("b", vec![1]), ("c", vec![1, 1])] {
+        checkpoint.add(format!("{experts}.down_proj_scale_{name}"), Dtype::F32, &shape);
+    }
+    for expert in 0..2 {
+        checkpoint.add(format!("model.layers.1.mlp.experts.{expert}.w1"), Dtype::BF16, &[3]);
+    }
+    checkpoint.add("model.layers.1.mlp.experts.input_scale", Dtype::F32, &[]);
+    checkpoint.write_single(&input, "{}");
+    pack(&input, &store);
+    succeed(&["verify", store.to_str().unwrap()]);
+    let stored = packed(&store);
+    assert_eq!(stored.len(), 4 * 4 + 2 * 2);
+    for ((_, _, name), (_, shape, bytes)) in
+        stored.iter().filter(|((.., n), _)| n.contains("scale"))
+    {
+        let tensor = &checkpoint.0[name];
+        assert_eq!((shape.len(), bytes), (tensor.shape.len(), &tensor.bytes), "{name}");
+    }
+}
+
+#[test]
+fn files_that_macos_writes_beside_others_are_passed_over() {
+    let dir = tempfile::tempdir().unwrap();
+    let double = [&b"\0\x05\x16\x07\0\x02\0\0Mac OS X        "[..], &[0; 4072]].concat();
+    let checkpoint = Checkpoint::small(4);
+    for (name, shards) in [("single", 0), ("sharded", 3)] {
+        let input = dir.path().join(name);
+        match shards {
+            0 => checkpoint.write_single(&input, r#"{"num_experts": 4}"#),
+            shards => checkpoint.write_sharded(&input, r#"{"num_experts": 4}"#, shards),
+        }
+        let names: Vec<_> =
+            std::fs::read_dir(&input).unwrap().map(|e| e.unwrap().file_name()).collect();
+        for of in names {
+            std::fs::write(input.join(format!("._{}", of.to_str().unwrap())), &double).unwrap();
+        }
+        std::fs::write(input.join("._gone.safetensors"), &double).unwrap();
+        std::fs::write(input.join(".DS_Store"), b"\0\0\0\x01Bud1").unwrap();
+        if shards == 0 {
+            // One shard of another name, which is found by looking at all there are.
+            std::fs::rename(input.join("model.safetensors"), input.join("weights.safetensors"))
+                .unwrap();
+        }
+        let out = dir.path().join(format!("store-{name}"));
+        let args =
+            ["pack", "--checkpoint", input.to_str().unwrap(), "--out", out.to_str().unwrap()];
+        let output = support::run(&args);
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success() && said.contains("AppleDouble"), "{said}");
+    }
+}
+
 #[test]
 fn one_fingerprint_however_the_tensors_are_sharded_and_how_many_threads_pack() {
     let dir = tempfile::tempdir().unwrap();

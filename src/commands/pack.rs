@@ -1,9 +1,10 @@
 //! `metrale pack`: a checkpoint, or made-up weights, becomes a store.
 
 use std::num::NonZeroUsize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use anyhow::Context;
 use clap::ArgGroup;
 use expert_peer::cli::printable;
 use expert_tier::layout::{CHUNK_BYTES_RANGE, DEFAULT_CHUNK_BYTES};
@@ -14,6 +15,10 @@ use serde::Serialize;
 
 use crate::output::{self, count};
 use crate::signals;
+use crate::whole_file::write_whole;
+
+/// Most names of experts that stay dense in the text of a summary.
+const SHOWN_DENSE: usize = 12;
 
 #[derive(clap::Args)]
 #[command(group = ArgGroup::new("source").required(true).args(["checkpoint", "synthetic"]))]
@@ -39,6 +44,10 @@ pub(crate) struct Args {
     /// Threads, 1 to 256; as many as there are cores if not given
     #[arg(long, value_name = "N", value_parser = workers)]
     workers: Option<NonZeroUsize>,
+    /// Also list the tensors that no record holds, which a runtime must load itself: a line of JSON
+    /// for each, with name, dtype, shape, bytes and shard
+    #[arg(long, value_name = "FILE", conflicts_with = "synthetic")]
+    list_dense: Option<PathBuf>,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -76,6 +85,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     };
     let options = PackOptions { chunk_bytes: args.chunk_bytes, workers: args.workers };
     let plan = pack::plan(&source, &options)?;
+    let dense = args.list_dense.as_deref().map(|file| dense_list(&plan, file)).transpose()?;
     let summary = match &args.out {
         Some(out) if args.dry_run => {
             plan.check_output(out)?;
@@ -90,8 +100,32 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         }
         None => plan.summary(),
     };
+    if let (Some(file), Some(lines)) = (&args.list_dense, &dense) {
+        write_whole(file, lines).with_context(|| {
+            let store = args.out.as_deref().filter(|_| !args.dry_run);
+            let done = store
+                .map_or(String::new(), |out| format!("the store is at {}, but ", out.display()));
+            format!("{done}the list of dense tensors cannot be written to {}", file.display())
+        })?;
+    }
     report(args, &plan, &summary)?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// The lines for `file`, made before the pack: what cannot be listed or written stops it.
+fn dense_list(plan: &PackPlan, file: &Path) -> anyhow::Result<Vec<u8>> {
+    let dir = file.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if !dir.is_dir() {
+        anyhow::bail!("--list-dense: {} is not a directory", dir.display());
+    }
+    let mut lines = Vec::new();
+    let mut failed = None;
+    plan.dense_tensors(|tensor| {
+        let line = serde_json::to_writer(&mut lines, &tensor);
+        failed = failed.take().or(line.err());
+        lines.push(b'\n');
+    })?;
+    failed.map_or(Ok(lines), |error| Err(error).context("cannot list the dense tensors"))
 }
 
 fn report(args: &Args, plan: &PackPlan, summary: &PackSummary) -> anyhow::Result<()> {
@@ -120,8 +154,14 @@ fn report(args: &Args, plan: &PackPlan, summary: &PackSummary) -> anyhow::Result
         ),
     };
     if !summary.left_dense.is_empty() {
-        let names = summary.left_dense.join(", ");
-        text.push_str(&format!("left among the dense weights: {}\n", printable(&names)));
+        let names = summary.left_dense.iter().take(SHOWN_DENSE);
+        let names = names.map(String::as_str).collect::<Vec<_>>().join(", ");
+        let more = match summary.left_dense.len().saturating_sub(SHOWN_DENSE) {
+            0 => String::new(),
+            more => format!(" and {more} more (--json names all)"),
+        };
+        let names = printable(&names);
+        text.push_str(&format!("routed experts left among the dense weights: {names}{more}\n"));
     }
     output::text(&text)
 }

@@ -14,11 +14,12 @@ use std::path::Path;
 use rustix::fs::OFlags;
 use serde::de::{DeserializeSeed, Error as _, IgnoredAny, MapAccess, Visitor};
 
-use super::PackError;
 use super::config::Config;
+use super::foreign::Foreign;
 use super::group::{Found, Trees};
 use super::header::{EachEntry, MAX_HEADER_BYTES, read_header};
 use super::names::{Place, classify};
+use super::{PackError, foreign};
 use crate::files::{FileIdentity, open_regular};
 
 const INDEX: &str = "model.safetensors.index.json";
@@ -74,7 +75,7 @@ impl Checkpoint {
                 return Err(not("no such directory".into()));
             }
             Err(error) => return Err(PackError::io("look at", dir)(error)),
-            Ok(found) if !found.is_dir() => return Err(not("it is not a directory".into())),
+            Ok(found) if !found.is_dir() => return Err(not(not_a_directory(dir))),
             Ok(_) => {}
         }
         if !is_there(&dir.join(CONFIG))? {
@@ -83,7 +84,8 @@ impl Checkpoint {
         let config = Config::read(&dir.join(CONFIG))?;
         let index = dir.join(INDEX);
         let indexed = is_there(&index)?;
-        let shards = if indexed { Shards::of_index(&index)? } else { Shards::single(dir)? };
+        let files = list(dir)?;
+        let shards = if indexed { Shards::of_index(&index)? } else { Shards::single(dir, &files)? };
         let mut names = Names::default();
         let mut trees = Trees::default();
         let mut identities = Vec::new();
@@ -93,7 +95,7 @@ impl Checkpoint {
         if indexed {
             check_index(&index, &shards.names, &names)?;
         }
-        check_strays(dir, &shards.names, indexed, trees.main())?;
+        check_strays(dir, files, &shards.names, indexed, trees.main())?;
         let shards = shards.names.into_iter().zip(identities);
         let shards = shards.map(|(name, identity)| Shard { name, identity }).collect();
         Ok(Self { config, shards, trees })
@@ -110,22 +112,73 @@ fn is_there(path: &Path) -> Result<bool, PackError> {
     }
 }
 
-/// Every `*.safetensors` of a directory, sorted.
+/// What a path names that should be a checkpoint's directory and is none.
+fn not_a_directory(path: &Path) -> String {
+    let head = open_regular(path, OFlags::RDONLY).and_then(|file| foreign::head_of(&file));
+    match head.ok().and_then(|head| foreign::recognise(&head)) {
+        Some(Foreign { kind, advice }) if !kind.starts_with("a safetensors") => {
+            format!("it is not a directory but {kind}: {advice}")
+        }
+        Some(_) => "it is not a directory but one of its shards: give the directory".into(),
+        None => "it is not a directory".into(),
+    }
+}
+
+/// Every `*.safetensors` of a directory, sorted, without those that hold metadata of macOS.
 fn list(dir: &Path) -> Result<Vec<String>, PackError> {
     let mut names = Vec::new();
+    let mut passed_over = Vec::new();
     for entry in fs::read_dir(dir).map_err(PackError::io("list", dir))? {
         let name = entry.map_err(PackError::io("list", dir))?.file_name();
         if !name.as_bytes().ends_with(SUFFIX.as_bytes()) {
             continue;
         }
         let name = name.into_string();
-        names.push(name.map_err(|name| {
+        let name = name.map_err(|name| {
             let why = format!("the name of its file {name:?} is not UTF-8");
             PackError::NotACheckpoint { path: dir.into(), why }
-        })?);
+        })?;
+        let list = if is_apple_double(dir, &name) { &mut passed_over } else { &mut names };
+        list.push(name);
     }
     names.sort_unstable();
+    if let Some(first) = passed_over.iter().min() {
+        let files = passed_over.len();
+        tracing::info!(files, "passed over AppleDouble files, which macOS writes: {first} ...");
+    }
     Ok(names)
+}
+
+/// Whether `name` is what macOS keeps of another file on a file system without room for it: by its
+/// name, and not a shard by its bytes.
+fn is_apple_double(dir: &Path, name: &str) -> bool {
+    let path = dir.join(name);
+    let Some(of) = name.strip_prefix("._") else { return false };
+    let head = open_regular(&path, OFlags::RDONLY).and_then(|file| foreign::head_of(&file));
+    head.is_ok_and(|head| {
+        let marked = foreign::recognise(&head).is_some_and(|foreign| foreign.is_apple_double());
+        marked || dir.join(of).exists() && !foreign::starts_as_safetensors(&head)
+    })
+}
+
+/// Weights of other formats in a directory without safetensors, and what to do; empty if none.
+fn other_weights(dir: &Path) -> String {
+    const KINDS: [(&[&str], &str); 3] = [
+        (&[".gguf", ".ggml"], "pack the safetensors checkpoint that it was made from"),
+        (
+            &[".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".npz"],
+            "only safetensors are packed: download those of the model, or convert it \
+             (transformers: save_pretrained)",
+        ),
+        (&[".incomplete", ".part", ".partial", ".aria2", ".crdownload"], "finish the download"),
+    ];
+    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
+    let mut names: Vec<String> =
+        entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
+    names.sort_unstable();
+    let of = |suffixes: &[&str]| names.iter().find(|n| suffixes.iter().any(|s| n.ends_with(s)));
+    let found = KINDS.iter().find_map(|(suffixes, advice)| Some((of(suffixes)?, advice)));
+    found.map_or(String::new(), |(name, advice)| format!("; it has {name}: {advice}"))
 }
 
 /// The `7` of `model-00002-of-00007.safetensors`.
@@ -143,18 +196,19 @@ fn shards_by_name(name: &str) -> Option<u32> {
 /// tree has experts yet, those of any tree are refused.
 fn check_strays(
     dir: &Path,
+    files: Vec<String>,
     shards: &[String],
     indexed: bool,
     main: Option<&str>,
 ) -> Result<(), PackError> {
     let known: HashSet<&str> = shards.iter().map(String::as_str).collect();
-    for file in list(dir)?.into_iter().filter(|name| !known.contains(name.as_str())) {
+    for file in files.into_iter().filter(|name| !known.contains(name.as_str())) {
         let path = dir.join(&file);
         if path.is_dir() {
             continue;
         }
-        read_header(&path, &file, |tensor, _, _| match classify(&tensor) {
-            Ok(Place { layer: Some((tree, _)), role: Some(_) })
+        read_header(&path, &file, |tensor, entry, _| match classify(&tensor, entry.shape.len()) {
+            Ok(Place { layer: Some((tree, _)), role: Some(_), .. })
                 if main.is_none_or(|main| main == tree) =>
             {
                 let why = if indexed {
@@ -201,21 +255,20 @@ impl Shards {
         Ok(Self { names, first_tensors: tensors })
     }
 
-    fn single(dir: &Path) -> Result<Self, PackError> {
+    fn single(dir: &Path, files: &[String]) -> Result<Self, PackError> {
         let one = |name: String| Ok(Self { names: vec![name], first_tensors: vec![None] });
         if is_there(&dir.join(SINGLE))? {
             return one(SINGLE.into());
         }
-        let mut names = list(dir)?;
         let not = |why: String| Err(PackError::NotACheckpoint { path: dir.into(), why });
-        match names.as_slice() {
-            [] => not(format!("it has neither {INDEX} nor {SINGLE}")),
+        match files {
+            [] => not(format!("it has neither {INDEX} nor {SINGLE}{}", other_weights(dir))),
             [name] if shards_by_name(name).is_some_and(|shards| shards > 1) => {
                 not(format!("{name} is a part of it, going by its name, and there is no {INDEX}"))
             }
-            [_] => one(names.remove(0)),
+            [name] => one(name.clone()),
             [a, b, ..] => {
-                let count = names.len();
+                let count = files.len();
                 not(format!("it has {count} shards ({a}, {b}, ...) and no {INDEX}"))
             }
         }
@@ -243,10 +296,10 @@ impl Shards {
                 let second = shard.clone();
                 return Err(PackError::DuplicateTensor { tensor: name, first, second });
             }
-            match classify(&name) {
+            match classify(&name, entry.shape.len()) {
                 Ok(place) => {
                     let found = Found { shard: number, offset, entry };
-                    trees.add(place, found);
+                    trees.add(&name, place, found);
                     Ok(())
                 }
                 Err(why) => Err(PackError::NotUnderstood { tensor: name, why }),
@@ -297,6 +350,12 @@ fn read_index(
     each: impl FnMut(String, String) -> Result<(), PackError>,
 ) -> Result<(), PackError> {
     let file = open_regular(path, OFlags::RDONLY).map_err(PackError::io("open", path))?;
+    let head = foreign::head_of(&file).map_err(PackError::io("read", path))?;
+    if head.trim_ascii_start().first() != Some(&b'{')
+        && let Some(foreign) = foreign::recognise(&head)
+    {
+        return Err(foreign.error(path, "an index of shards in JSON"));
+    }
     let bytes = file.metadata().map_err(PackError::io("look at", path))?.len();
     if bytes > MAX_HEADER_BYTES {
         let why = format!("{bytes} bytes long, accepted are {MAX_HEADER_BYTES}");

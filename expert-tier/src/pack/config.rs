@@ -6,8 +6,12 @@ use std::path::Path;
 use rustix::fs::OFlags;
 use serde_json::{Map, Value};
 
-use super::PackError;
+use super::foreign::is_answer;
+use super::{PackError, foreign, python_json};
 use crate::files::open_regular;
+
+/// What an error calls this file.
+const EXPECTED: &str = "the model's configuration in JSON";
 
 /// Largest `config.json` accepted; real ones have less than 100 KB. As a parsed document it takes
 /// some 30 times that at worst.
@@ -58,8 +62,22 @@ impl Config {
         if text.len() as u64 > MAX_BYTES {
             return Err(PackError::document(path, format!("longer than {MAX_BYTES} bytes")));
         }
-        let config: Map<String, Value> =
-            serde_json::from_slice(&text).map_err(|error| PackError::document(path, error))?;
+        let config: Map<String, Value> = serde_json::from_slice(&python_json::quoted(&text))
+            .map_err(|error| {
+                let head = &text[..text.len().min(foreign::HEAD_BYTES)];
+                let foreign = foreign::recognise(head).filter(|_| !error.is_data());
+                match foreign {
+                    Some(foreign) => foreign.error(path, EXPECTED),
+                    None => PackError::document(path, error),
+                }
+            })?;
+        let named = ["model_type", "architectures"].iter().any(|key| config.contains_key(*key));
+        if !named && let Some(answer) = std::str::from_utf8(&text).ok().filter(|t| is_answer(t)) {
+            let head = &answer.as_bytes()[..answer.len().min(foreign::HEAD_BYTES)];
+            if let Some(foreign) = foreign::recognise(head) {
+                return Err(foreign.error(path, EXPECTED));
+            }
+        }
         Self::from_map(&config).map_err(|why| PackError::document(path, why))
     }
 

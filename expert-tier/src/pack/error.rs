@@ -36,6 +36,18 @@ pub enum PackError {
         /// What is wrong with it.
         why: String,
     },
+    /// A file of another kind stands where one of the checkpoint's should.
+    #[error("{} is {kind}, expected {expected}: {advice}", path.display())]
+    Foreign {
+        /// The file.
+        path: PathBuf,
+        /// What it is.
+        kind: String,
+        /// What should be there.
+        expected: &'static str,
+        /// What to do about it.
+        advice: &'static str,
+    },
     /// The index names a file that is not there.
     #[error("shard {shard} is absent: the index says it holds {tensor}")]
     ShardAbsent {
@@ -119,8 +131,13 @@ pub enum PackError {
         /// A sibling's tensor that is there.
         sibling: String,
     },
-    /// Two experts of a layer differ where they must not.
-    #[error("{tensor} is {found}, its sibling {sibling} is {expected}")]
+    /// Experts of a layer differ where they must not.
+    #[error(
+        "{tensor} is {found}, its sibling {sibling} is {expected}: {differ} of the {experts} experts \
+         of layer {layer} differ from the others. All records of a layer have one layout; two kinds \
+         of experts in a layer (for text and for images, say) would need a layout each, which the \
+         store format does not have"
+    )]
     SiblingDiffers {
         /// The name.
         tensor: String,
@@ -130,6 +147,22 @@ pub enum PackError {
         sibling: String,
         /// That one's type and shape.
         expected: String,
+        /// The layer's number.
+        layer: u32,
+        /// Experts whose tensor is not like the sibling's.
+        differ: u64,
+        /// Experts that have the tensor.
+        experts: u64,
+    },
+    /// An expert's tensor of a kind that a store cannot hold.
+    #[error("{tensor} is {kind}, which cannot be packed: {needed}")]
+    Unsupported {
+        /// The name.
+        tensor: String,
+        /// What it is.
+        kind: &'static str,
+        /// Why not, and what could be packed instead.
+        needed: &'static str,
     },
     /// `config.json` and the tensors disagree.
     #[error(

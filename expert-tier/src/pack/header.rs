@@ -15,7 +15,8 @@ use rustix::fs::OFlags;
 use serde::Deserialize;
 use serde::de::{DeserializeSeed, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
-use super::PackError;
+use super::foreign::starts_as_safetensors;
+use super::{PackError, foreign};
 use crate::dtype::Dtype;
 use crate::files::{FileIdentity, open_regular};
 
@@ -35,6 +36,13 @@ pub(super) struct Entry {
     data_offsets: (u64, u64),
 }
 
+impl Entry {
+    /// Bytes of the tensor in the file.
+    pub(super) fn bytes(&self) -> u64 {
+        self.data_offsets.1.saturating_sub(self.data_offsets.0)
+    }
+}
+
 /// Calls `each` with every tensor: its name, its entry, and where in the file its bytes start.
 /// Returns which file it was.
 ///
@@ -49,6 +57,12 @@ pub(super) fn read_header(
     // Before the first byte is read: a change from here on makes another identity.
     let identity = FileIdentity::of(&file).map_err(PackError::io("look at", path))?;
     let found = identity.bytes();
+    let head = foreign::head_of(&file).map_err(PackError::io("read", path))?;
+    if !starts_as_safetensors(&head)
+        && let Some(foreign) = foreign::recognise(&head).or_else(|| foreign::json_text(&head))
+    {
+        return Err(foreign.error(path, "a safetensors shard"));
+    }
     let length = |expected| PackError::ShardLength { shard: shard.into(), found, expected };
     if found < 8 {
         return Err(length(8));

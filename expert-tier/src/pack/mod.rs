@@ -19,10 +19,13 @@
 
 mod checkpoint;
 mod config;
+mod dense;
 mod error;
+mod foreign;
 mod group;
 mod header;
 mod names;
+mod python_json;
 mod source;
 mod staging;
 mod synthetic;
@@ -37,7 +40,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use self::checkpoint::Checkpoint;
+pub use self::dense::DenseTensor;
 pub use self::error::PackError;
+#[doc(hidden)]
+pub use self::foreign::recognise_for_fuzzing;
+#[doc(hidden)]
+pub use self::python_json::quoted_for_fuzzing;
 use self::source::{Content, ShardContent};
 use self::staging::{Staging, Target};
 pub use self::synthetic::SyntheticSpec;
@@ -98,8 +106,9 @@ impl PackPlan {
         &self.layout
     }
 
-    /// Layers with experts that are not packed, because they belong to another tree of layers
-    /// than the model's main one; `mtp.layers.0` say.
+    /// Routed experts that are not packed: the layers of another tree than the model's main one
+    /// (`mtp.layers.0`, or `mtp.0` where it has no `layers.<number>`), and experts under another
+    /// segment than `experts` (`model.layers.0.mlp.chunk_experts`).
     #[must_use]
     pub fn left_dense(&self) -> &[String] {
         &self.left_dense
@@ -186,7 +195,8 @@ pub fn plan(source: &Source, options: &PackOptions) -> Result<PackPlan, PackErro
         Source::Checkpoint(dir) => {
             let Checkpoint { config, shards, trees } = Checkpoint::open(dir)?;
             let records = trees.records(dir, &config, options.chunk_bytes)?;
-            let content = ShardContent { dir: dir.clone(), shards, layers: records.sources };
+            let (main, layers) = (records.main, records.sources);
+            let content = ShardContent { dir: dir.clone(), shards, main, layers };
             Ok(PackPlan {
                 model: config.model,
                 layout: records.layout,

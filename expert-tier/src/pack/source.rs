@@ -33,6 +33,8 @@ pub(super) enum Content {
 pub(super) struct ShardContent {
     pub(super) dir: PathBuf,
     pub(super) shards: Vec<Shard>,
+    /// The prefix of the tree that is packed.
+    pub(super) main: String,
     /// In the order of the plan's layers.
     pub(super) layers: Vec<LayerSource>,
 }
@@ -50,6 +52,8 @@ pub(super) enum TensorSource {
     Each(Vec<Spot>),
     /// One tensor with the experts' slices one after another.
     Fused(Spot),
+    /// One value that all experts share.
+    Shared(Spot),
 }
 
 /// A place in a shard.
@@ -68,6 +72,7 @@ impl TensorSource {
                 let offset = spot.offset + u64::from(expert) * tensor.bytes;
                 Some(Spot { offset, ..*spot })
             }
+            Self::Shared(spot) => Some(*spot),
         }
     }
 }
