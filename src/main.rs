@@ -7,6 +7,7 @@
 mod backend;
 mod commands;
 mod output;
+mod progress;
 mod signals;
 mod whole_file;
 
@@ -27,6 +28,7 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     /// Pack a safetensors checkpoint, or made-up weights, into an expert store
+    #[command(after_help = LOG_HELP)]
     Pack(pack::Args),
     /// Show what a store holds
     Inspect(inspect::Args),

@@ -144,6 +144,47 @@ fn a_shard_that_changes_during_the_pack_is_named_and_nothing_is_published() {
     assert!(error.contains("its length changed") && left == 0, "{error}");
 }
 
+/// Packs a checkpoint during which `change` is made to a shard once, with its times as they were.
+fn packed_while_inodes_move(change: fn(&mut Vec<u8>)) -> Result<(), String> {
+    let case = Case::sharded();
+    let shard = case.path.join(read_index(&case.path)[LAST].as_str().unwrap());
+    let times = fs::metadata(&shard).unwrap();
+    let times = fs::FileTimes::new().set_modified(times.modified().unwrap());
+    let options = PackOptions { workers: NonZeroUsize::new(1), ..PackOptions::default() };
+    let plan = pack::plan(&Source::Checkpoint(case.path.clone()), &options).unwrap();
+    let out = case.path.with_file_name("store");
+    let once = std::sync::Once::new();
+    let replace = || {
+        let mut bytes = fs::read(&shard).unwrap();
+        change(&mut bytes);
+        let copy = shard.with_extension("copy");
+        fs::write(&copy, bytes).unwrap();
+        fs::File::options().write(true).open(&copy).unwrap().set_times(times).unwrap();
+        // The old file keeps a name, as on a file system that numbers files as it likes.
+        fs::rename(&shard, shard.with_extension("old")).unwrap();
+        fs::rename(&copy, &shard).unwrap();
+    };
+    let packed = pack::run(&plan, &out, &|_| once.call_once(replace)).map_err(|e| e.to_string());
+    packed?;
+    support::succeed(&["verify", out.to_str().unwrap()]);
+    Ok(())
+}
+
+#[test]
+fn a_shard_whose_inode_alone_changes_is_read_again_and_refused_only_for_other_bytes() {
+    assert_eq!(packed_while_inodes_move(|_| {}), Ok(()));
+    let last = |bytes: &mut Vec<u8>| *bytes.last_mut().unwrap() ^= 1;
+    let error = packed_while_inodes_move(last).unwrap_err();
+    assert!(error.contains("changed while it was packed"), "{error}");
+    let header = |bytes: &mut Vec<u8>| {
+        // The last key of the header, in which nothing else is.
+        let at = bytes.windows(6).position(|text| text == b"layers").unwrap();
+        bytes[at + 7] ^= 1;
+    };
+    let error = packed_while_inodes_move(header).unwrap_err();
+    assert!(error.contains("changed while it was packed"), "{error}");
+}
+
 #[test]
 fn a_duplicate_tensor_is_named_in_one_shard_and_across_shards() {
     let case = Case::sharded();

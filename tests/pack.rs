@@ -2,11 +2,16 @@
 
 mod support;
 
-use std::collections::BTreeMap;
-use std::path::Path;
+use std::collections::{BTreeMap, BTreeSet};
+use std::num::NonZeroUsize;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use expert_tier::pack::{self, PackOptions, Source, Unfinished};
 use expert_tier::store::ExpertStore;
 use expert_tier::store::verify::RecordReader;
+use rustix::process::Signal;
 use safetensors::Dtype;
 use support::{Checkpoint, Tensor, checkpoints, pack, succeed};
 
@@ -430,7 +435,7 @@ fn synthetic_stores_have_the_bytes_that_their_description_gives_them() {
     let store = dir.path().join("store");
     let text = "layers=3,experts=5,bytes=1000000/70001,seed=9";
     succeed(&["pack", "--synthetic", text, "--out", store.to_str().unwrap()]);
-    let spec: expert_tier::pack::SyntheticSpec = text.parse().unwrap();
+    let spec: pack::SyntheticSpec = text.parse().unwrap();
     for ((layer, expert, name), (dtype, shape, bytes)) in packed(&store) {
         let key = expert_tier::key::ExpertKey::new(layer, expert);
         assert!(bytes == spec.payload(key), "{key}");
@@ -456,4 +461,271 @@ fn a_reader_that_leaves_early_is_no_failure() {
     drop(child.stdout.take());
     let output = child.wait_with_output().unwrap();
     assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
+}
+
+/// What lies beside a store that is not there.
+fn staged_beside(out: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(out.parent().unwrap()).unwrap();
+    let paths = entries.map(|entry| entry.unwrap().path());
+    paths.filter(|path| path.to_str().unwrap().contains(".store.partial-")).collect()
+}
+
+/// A checkpoint of `layers` layers whose records a pack does not write in one go, and its plan.
+fn resumable(dir: &Path, layers: u32) -> (Checkpoint, pack::PackPlan) {
+    let mut checkpoint = Checkpoint::default();
+    for layer in 0..layers {
+        for expert in 0..3 {
+            let name = format!("model.layers.{layer}.mlp.experts.{expert}.w1");
+            checkpoint.add(name, Dtype::U8, &[100, 1000]);
+        }
+    }
+    checkpoint.write_sharded(dir, "{}", 2);
+    let plan = plan_of(dir, Unfinished::Keep);
+    (checkpoint, plan)
+}
+
+fn plan_of(dir: &Path, unfinished: Unfinished) -> pack::PackPlan {
+    let workers = NonZeroUsize::new(1);
+    let options = PackOptions { workers, unfinished, ..PackOptions::default() };
+    pack::plan(&Source::Checkpoint(dir.into()), &options).unwrap()
+}
+
+/// Packs `plan` until `records` of its records have been written, and is then interrupted.
+fn interrupt_after(plan: &pack::PackPlan, out: &Path, records: u64) -> String {
+    let (stop, left) = (AtomicBool::new(false), AtomicU64::new(records));
+    let progress = |_| {
+        if left.fetch_sub(1, Ordering::Relaxed) == 1 {
+            stop.store(true, Ordering::Relaxed);
+        }
+    };
+    pack::run_until(plan, out, &progress, &stop).unwrap_err().to_string()
+}
+
+fn fingerprint_of_whole(input: &Path, dir: &Path) -> String {
+    let summary = pack::run(&plan_of(input, Unfinished::Remove), dir, &|_| {}).unwrap();
+    summary.fingerprint.unwrap().to_string()
+}
+
+#[test]
+fn an_interrupted_pack_is_resumed_without_the_records_that_it_had_packed() {
+    let dir = tempfile::tempdir().unwrap();
+    let (input, out) = (dir.path().join("input"), dir.path().join("store"));
+    let (_, plan) = resumable(&input, 4);
+    let stride = plan.store_bytes() / 12;
+    let error = interrupt_after(&plan, &out, 7);
+    let [staging] = &staged_beside(&out)[..] else { panic!("{error}") };
+    let named = format!("kept in {}", staging.display());
+    assert!(error.contains("interrupted") && error.contains(&named), "{error}");
+    assert!(error.contains("--resume"), "{error}");
+    // Two layers are whole; of the third a record was written and not noted.
+    let summary = pack::run(&plan, &out, &|_| {}).unwrap();
+    assert_eq!(summary.resumed_bytes, 6 * stride);
+    let whole = fingerprint_of_whole(&input, &dir.path().join("whole"));
+    assert_eq!(summary.fingerprint.unwrap().to_string(), whole);
+    succeed(&["verify", out.to_str().unwrap()]);
+    assert_eq!(staged_beside(&out), Vec::<PathBuf>::new());
+    let layers = (0..4).map(|n| format!("layer-{n:05}.records"));
+    let expected: BTreeSet<_> = layers.chain(["manifest.json".to_owned()]).collect();
+    let found = std::fs::read_dir(&out).unwrap();
+    let found: BTreeSet<_> = found.map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+    assert_eq!(found, expected);
+}
+
+#[test]
+fn a_staged_record_that_is_damaged_is_packed_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let (input, out) = (dir.path().join("input"), dir.path().join("store"));
+    let (_, plan) = resumable(&input, 4);
+    let stride = plan.store_bytes() / 12;
+    interrupt_after(&plan, &out, 7);
+    let staging = staged_beside(&out).remove(0);
+    // A byte of a payload, one of the padding behind another, a file cut, and a torn journal.
+    let layer = |n: u32| staging.join(format!("layer-{n:05}.records"));
+    let flip = |at: u64| {
+        let file = std::fs::File::options().read(true).write(true).open(layer(0)).unwrap();
+        let mut byte = [0];
+        file.read_exact_at(&mut byte, at).unwrap();
+        file.write_all_at(&[byte[0] ^ 1], at).unwrap();
+    };
+    flip(300);
+    flip(2 * stride - 1);
+    let file = std::fs::File::options().write(true).open(layer(1)).unwrap();
+    file.set_len(2 * stride + 5000).unwrap();
+    let journal = staging.join("pack-journal");
+    let text = std::fs::read(&journal).unwrap();
+    std::fs::write(&journal, [&text[..], b"{\"layer\": 3, \"expe"].concat()).unwrap();
+    std::fs::write(staging.join("manifest.json"), "{}").unwrap();
+    let summary = pack::run(&plan, &out, &|_| {}).unwrap();
+    assert_eq!(summary.resumed_bytes, 3 * stride);
+    let whole = fingerprint_of_whole(&input, &dir.path().join("whole"));
+    assert_eq!(summary.fingerprint.unwrap().to_string(), whole);
+    succeed(&["verify", out.to_str().unwrap()]);
+}
+
+#[test]
+fn a_source_that_changed_starts_a_resumed_pack_over_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let (input, out) = (dir.path().join("input"), dir.path().join("store"));
+    let (mut checkpoint, plan) = resumable(&input, 4);
+    interrupt_after(&plan, &out, 7);
+    let changed = "model.layers.0.mlp.experts.0.w1";
+    checkpoint.0.get_mut(changed).unwrap().bytes[9] ^= 1;
+    let shard = support::read_index(&input)[changed].as_str().unwrap().to_owned();
+    checkpoint.write_sharded(&input, "{}", 2);
+    let (input_text, out_text) = (input.to_str().unwrap(), out.to_str().unwrap());
+    let args = ["pack", "--checkpoint", input_text, "--out", out_text, "--json", "--resume"];
+    let output = support::run(&args);
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(said.contains("starting over") && said.contains(&shard), "{said}");
+    let summary: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(summary["resumed_bytes"], 0);
+    let whole = fingerprint_of_whole(&input, &dir.path().join("whole"));
+    assert_eq!(summary["fingerprint"], whole.as_str());
+    assert_eq!(staged_beside(&out), Vec::<PathBuf>::new());
+}
+
+#[test]
+fn a_pack_without_resume_leaves_nothing_and_takes_over_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let (input, out) = (dir.path().join("input"), dir.path().join("store"));
+    let (_, plan) = resumable(&input, 4);
+    interrupt_after(&plan_of(&input, Unfinished::Remove), &out, 7);
+    assert_eq!(staged_beside(&out), Vec::<PathBuf>::new());
+    interrupt_after(&plan, &out, 7);
+    interrupt_after(&plan, &out, 2);
+    assert_eq!(staged_beside(&out).len(), 1, "what was kept is taken over and kept again");
+    let summary = pack::run(&plan_of(&input, Unfinished::Remove), &out, &|_| {}).unwrap();
+    assert_eq!(summary.resumed_bytes, 0);
+    assert_eq!(staged_beside(&out), Vec::<PathBuf>::new());
+}
+
+/// Starts a pack of `input`, ends it with `signal` as soon as it has staged something, and returns
+/// what it said.
+fn pack_and_signal(input: &Path, out: &Path, signal: Signal, more: &[&str]) -> String {
+    let args = ["pack", "--checkpoint", input.to_str().unwrap(), "--out", out.to_str().unwrap()];
+    let mut child = support::metrale()
+        .args([&args[..], more].concat())
+        .stdout(std::process::Stdio::null())
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    let written = |path: &PathBuf| path.join("layer-00000.records").exists();
+    while !staged_beside(out).iter().any(written) {
+        assert_eq!(child.try_wait().unwrap(), None, "it ended by itself");
+        std::thread::yield_now();
+    }
+    rustix::process::kill_process(rustix::process::Pid::from_child(&child), signal).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert!(!output.status.success(), "{output:?}");
+    String::from_utf8(output.stderr).unwrap()
+}
+
+#[test]
+fn every_signal_that_ends_a_pack_leaves_nothing_or_with_resume_what_was_packed() {
+    let dir = tempfile::tempdir().unwrap();
+    let (input, out) = (dir.path().join("input"), dir.path().join("store"));
+    let mut checkpoint = Checkpoint::default();
+    for layer in 0..40 {
+        let name = format!("model.layers.{layer}.mlp.experts.w1");
+        checkpoint.add(name, Dtype::U8, &[4, 1_000_000]);
+    }
+    checkpoint.write_single(&input, "{}");
+    for signal in [Signal::HUP, Signal::TERM, Signal::INT, Signal::QUIT, Signal::XCPU] {
+        let said = pack_and_signal(&input, &out, signal, &[]);
+        assert!(said.contains("interrupted"), "{signal:?}: {said}");
+        assert_eq!(staged_beside(&out), Vec::<PathBuf>::new(), "{signal:?}");
+        let said = pack_and_signal(&input, &out, signal, &["--resume"]);
+        let [staging] = &staged_beside(&out)[..] else { panic!("{signal:?}: {said}") };
+        assert!(said.contains(&format!("kept in {}", staging.display())), "{signal:?}: {said}");
+        // So that the next one is seen to have begun by its own.
+        std::fs::remove_dir_all(staging).unwrap();
+    }
+    // A pack that is killed cannot remove anything; the next one to the same place does.
+    pack_and_signal(&input, &out, Signal::KILL, &[]);
+    assert_eq!(staged_beside(&out).len(), 1);
+    pack(&input, &out);
+    assert_eq!(staged_beside(&out), Vec::<PathBuf>::new());
+}
+
+#[test]
+fn a_disk_that_gets_full_keeps_what_was_packed_with_resume() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("store");
+    let run = |limit: &str, more: &str| {
+        let program = env!("CARGO_BIN_EXE_metrale");
+        let pack = format!(
+            "{limit} exec {program} pack --synthetic layers=2,experts=4,bytes=1000000/3000000 \
+             --out {} --json {more}",
+            out.display()
+        );
+        std::process::Command::new("sh").args(["-c", &pack]).output().unwrap()
+    };
+    // In blocks of 512 bytes: the second layer does not fit.
+    let full = run("ulimit -f 12000;", "--resume");
+    let said = String::from_utf8(full.stderr).unwrap();
+    let [staging] = &staged_beside(&out)[..] else { panic!("{said}") };
+    assert_eq!(full.status.code(), Some(1), "{said}");
+    assert!(said.contains(&format!("kept in {}", staging.display())), "{said}");
+    let done = run("", "--resume");
+    assert!(done.status.success(), "{done:?}");
+    succeed(&["verify", out.to_str().unwrap()]);
+    std::fs::remove_dir_all(&out).unwrap();
+    assert_eq!(run("ulimit -f 12000;", "").status.code(), Some(1));
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+}
+
+/// Kills a pack at a random moment of its life until it comes through; each time the next one goes
+/// on with what the last has left. The moments are random, and the seeds are not.
+#[test]
+fn a_pack_that_is_killed_at_random_moments_has_the_fingerprint_of_one_that_is_not() {
+    let dir = tempfile::tempdir().unwrap();
+    let input = dir.path().join("input");
+    let mut checkpoint = Checkpoint::default();
+    for layer in 0..12 {
+        for expert in 0..2 {
+            let name = format!("model.layers.{layer}.mlp.experts.{expert}.w1");
+            checkpoint.add(name, Dtype::U8, &[1_000_000]);
+        }
+        checkpoint.add(format!("model.layers.{layer}.mlp.experts.w2"), Dtype::U8, &[2, 300_000]);
+    }
+    checkpoint.write_sharded(&input, "{}", 3);
+    let start = |out: &Path| {
+        let args = ["pack", "--resume", "--json", "--workers", "2", "--checkpoint"];
+        let paths = [input.to_str().unwrap(), "--out", out.to_str().unwrap()];
+        let mut command = support::metrale();
+        command.args([&args[..], &paths].concat()).stderr(std::process::Stdio::null());
+        command.stdout(std::process::Stdio::piped()).spawn().unwrap()
+    };
+    let began = std::time::Instant::now();
+    let whole = start(&dir.path().join("whole")).wait_with_output().unwrap();
+    let life = began.elapsed();
+    let whole: serde_json::Value = serde_json::from_slice(&whole.stdout).unwrap();
+    let (mut kills, mut resumed) = (0, 0);
+    for seed in 1..=20_u64 {
+        let out = dir.path().join(format!("{seed}/store"));
+        let mut random = seed;
+        while !out.exists() {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(seed);
+            let part = (random >> 33) as f64 / f64::from(u32::MAX >> 1);
+            let mut child = start(&out);
+            // Not to wait for anything: the pack has to be right wherever this falls.
+            std::thread::sleep(life.mul_f64(part * 1.2));
+            if child.try_wait().unwrap().is_none() {
+                child.kill().unwrap();
+                kills += 1;
+            }
+            let output = child.wait_with_output().unwrap();
+            assert_ne!(output.status.code(), Some(1), "only a kill ends it: {output:?}");
+            if let Ok(summary) = serde_json::from_slice::<serde_json::Value>(&output.stdout) {
+                assert_eq!(summary["fingerprint"], whole["fingerprint"], "seed {seed}");
+                resumed += u32::from(summary["resumed_bytes"].as_u64() > Some(0));
+            }
+        }
+        let store = ExpertStore::open(&out).unwrap();
+        let found = store.manifest().fingerprint().to_string();
+        assert_eq!(whole["fingerprint"], found.as_str(), "seed {seed}");
+        succeed(&["verify", out.to_str().unwrap()]);
+        assert_eq!(std::fs::read_dir(out.parent().unwrap()).unwrap().count(), 1, "seed {seed}");
+    }
+    assert!(kills > 0 && resumed > 0, "{kills} kills, {resumed} of 20 packs went on");
 }

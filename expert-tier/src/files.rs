@@ -7,6 +7,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
 use rustix::fs::{Mode, OFlags, fcntl_getfl, fcntl_setfl};
+use serde::{Deserialize, Serialize};
 
 /// Opens a regular file for reading; one that nobody writes to is no wait.
 ///
@@ -60,14 +61,40 @@ fn not_regular(what: &str) -> io::Error {
 ///
 /// A change within the clock tick (10 ms at most) of the file's previous one can go unseen by
 /// its times; whoever replaces a file changes its number, and whoever writes for longer is seen.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(crate) struct FileIdentity {
-    device: u64,
-    number: u64,
+    pub(crate) device: u64,
+    pub(crate) number: u64,
     links: u64,
-    bytes: u64,
+    pub(crate) bytes: u64,
     modified: (i64, i64),
     changed: (i64, i64),
+}
+
+/// How a file's identity differs from an earlier one of it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Change {
+    /// It has other bytes, or may have: it was replaced, removed or written to.
+    Content(&'static str),
+    /// Its number or the time of its inode differs, and its length and time of writing do not. Some
+    /// file systems number a file anew whenever they are asked, and a link or a chmod does this;
+    /// so does a copy in its place with the time set back. Only its bytes can tell.
+    Moved(&'static str),
+}
+
+impl Change {
+    /// What is different, for people.
+    pub(crate) fn how(self) -> &'static str {
+        match self {
+            Self::Content(how) | Self::Moved(how) => how,
+        }
+    }
+
+    /// Whether the file has other bytes, or may have.
+    pub(crate) fn is_of_content(self) -> bool {
+        matches!(self, Self::Content(_))
+    }
 }
 
 impl FileIdentity {
@@ -92,20 +119,27 @@ impl FileIdentity {
         self.bytes
     }
 
-    /// How `now` differs, for people; `None` where it does not.
-    pub(crate) fn difference(&self, now: &Self) -> Option<&'static str> {
+    /// How `now` differs; `None` where it does not.
+    pub(crate) fn difference(&self, now: &Self) -> Option<Change> {
+        let renumbered = (self.device, self.number) != (now.device, now.number);
         // A file that is open lives on without a name.
-        if (self.device, self.number) != (now.device, now.number) || now.links == 0 {
-            return Some("it was replaced or removed");
+        if now.links == 0 && self.links != 0 {
+            return Some(Change::Content("it was replaced or removed"));
         }
-        if self.bytes != now.bytes {
-            return Some("its length changed");
+        if (self.bytes, self.modified) == (now.bytes, now.modified) {
+            return match () {
+                () if renumbered => Some(Change::Moved("its inode has another number")),
+                () if self.changed != now.changed => Some(Change::Moved(
+                    "its inode changed, by a write whose time was set back, a link or a chmod",
+                )),
+                () => None,
+            };
         }
-        if self.modified != now.modified {
-            return Some("it was written to");
-        }
-        (self.changed != now.changed)
-            .then_some("its inode changed, by a write whose time was set back, a link or a chmod")
+        Some(Change::Content(match () {
+            () if renumbered => "it was replaced or removed",
+            () if self.bytes != now.bytes => "its length changed",
+            () => "it was written to",
+        }))
     }
 }
 
@@ -148,14 +182,36 @@ mod tests {
         fs::write(dir.path().join("other"), "two").unwrap();
         fs::rename(dir.path().join("other"), &path).unwrap();
         let replaced = FileIdentity::of(&File::open(&path).unwrap()).unwrap();
-        assert_eq!(before.difference(&replaced), Some("it was replaced or removed"));
+        let content = |how| Some(Change::Content(how));
+        if replaced.modified != before.modified {
+            assert_eq!(before.difference(&replaced), content("it was replaced or removed"));
+        }
         let replaced = FileIdentity::of(&old).unwrap();
-        assert_eq!(before.difference(&replaced), Some("it was replaced or removed"));
+        assert_eq!(before.difference(&replaced), content("it was replaced or removed"));
         let written = FileIdentity { modified: (0, 0), ..before };
-        assert_eq!(before.difference(&written), Some("it was written to"));
+        assert_eq!(before.difference(&written), content("it was written to"));
         let longer = FileIdentity { bytes: 4, ..before };
-        assert_eq!(before.difference(&longer), Some("its length changed"));
-        let touched = FileIdentity { changed: (0, 0), ..before };
-        assert!(before.difference(&touched).is_some_and(|why| why.contains("chmod")));
+        assert_eq!(before.difference(&longer), content("its length changed"));
+        let other = FileIdentity { number: before.number + 1, modified: (0, 0), ..before };
+        assert_eq!(before.difference(&other), content("it was replaced or removed"));
+    }
+
+    #[test]
+    fn another_inode_number_alone_is_no_change_of_content() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("file"), "one").unwrap();
+        let file = File::open(dir.path().join("file")).unwrap();
+        let before = FileIdentity::of(&file).unwrap();
+        for moved in [
+            FileIdentity { number: before.number + 1, ..before },
+            FileIdentity { device: before.device + 1, changed: (0, 0), ..before },
+            FileIdentity { changed: (0, 0), ..before },
+        ] {
+            let change = before.difference(&moved);
+            assert!(change.is_some_and(|change| !change.is_of_content()), "{change:?}");
+        }
+        // A file system that counts no links.
+        let unlinked = FileIdentity { links: 0, ..before };
+        assert_eq!(unlinked.difference(&unlinked), None);
     }
 }

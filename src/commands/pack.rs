@@ -9,11 +9,12 @@ use clap::ArgGroup;
 use expert_peer::cli::printable;
 use expert_tier::layout::{CHUNK_BYTES_RANGE, DEFAULT_CHUNK_BYTES};
 use expert_tier::pack::{
-    self, MAX_WORKERS, PackOptions, PackPlan, PackSummary, Source, SyntheticSpec,
+    self, MAX_WORKERS, PackOptions, PackPlan, PackSummary, Source, SyntheticSpec, Unfinished,
 };
 use serde::Serialize;
 
 use crate::output::{self, count};
+use crate::progress::with_progress;
 use crate::signals;
 use crate::whole_file::write_whole;
 
@@ -48,6 +49,10 @@ pub(crate) struct Args {
     /// for each, with name, dtype, shape, bytes and shard
     #[arg(long, value_name = "FILE", conflicts_with = "synthetic")]
     list_dense: Option<PathBuf>,
+    /// Keep what was packed when the pack does not finish (it fails, a signal ends it, the disk is full), and go on
+    /// with what such a pack of the same checkpoint has left beside STORE
+    #[arg(long, conflicts_with = "dry_run")]
+    resume: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -61,6 +66,8 @@ struct Report<'a> {
     layers: usize,
     records: u64,
     bytes: u64,
+    /// Those of the bytes that an earlier pack had written; 0 without `--resume`.
+    resumed_bytes: u64,
     seconds: f64,
     left_dense: &'a [String],
 }
@@ -83,7 +90,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         (None, Some(spec)) => Source::Synthetic(spec.clone()),
         (None, None) => anyhow::bail!("give --checkpoint or --synthetic"),
     };
-    let options = PackOptions { chunk_bytes: args.chunk_bytes, workers: args.workers };
+    let unfinished = if args.resume { Unfinished::Keep } else { Unfinished::Remove };
+    let (chunk_bytes, workers) = (args.chunk_bytes, args.workers);
+    let options = PackOptions { chunk_bytes, workers, unfinished };
     let plan = pack::plan(&source, &options)?;
     let dense = args.list_dense.as_deref().map(|file| dense_list(&plan, file)).transpose()?;
     let summary = match &args.out {
@@ -92,11 +101,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             plan.summary()
         }
         Some(out) => {
-            let bar = output::progress_bar(plan.store_bytes());
             let stop = signals::stop_flag()?;
-            let summary = pack::run_until(&plan, out, &|bytes| bar.inc(bytes), &stop);
-            bar.finish_and_clear();
-            summary?
+            with_progress(plan.store_bytes(), |progress| {
+                pack::run_until(&plan, out, progress, &stop)
+            })?
         }
         None => plan.summary(),
     };
@@ -136,6 +144,7 @@ fn report(args: &Args, plan: &PackPlan, summary: &PackSummary) -> anyhow::Result
             layers: summary.layers,
             records: summary.records,
             bytes: summary.bytes,
+            resumed_bytes: summary.resumed_bytes,
             seconds,
             left_dense: &summary.left_dense,
         });
@@ -153,6 +162,10 @@ fn report(args: &Args, plan: &PackPlan, summary: &PackSummary) -> anyhow::Result
             printable(plan.model())
         ),
     };
+    if summary.resumed_bytes > 0 {
+        let resumed = output::human_bytes(summary.resumed_bytes);
+        text.push_str(&format!("{resumed} of it had been packed before\n"));
+    }
     if !summary.left_dense.is_empty() {
         let names = summary.left_dense.iter().take(SHOWN_DENSE);
         let names = names.map(String::as_str).collect::<Vec<_>>().join(", ");

@@ -10,6 +10,7 @@ use std::hash::{BuildHasher, RandomState};
 use std::io::{self, BufReader, Read};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::fs::OFlags;
 use serde::de::{DeserializeSeed, Error as _, IgnoredAny, MapAccess, Visitor};
@@ -17,10 +18,10 @@ use serde::de::{DeserializeSeed, Error as _, IgnoredAny, MapAccess, Visitor};
 use super::config::Config;
 use super::foreign::Foreign;
 use super::group::{Found, Trees};
-use super::header::{EachEntry, MAX_HEADER_BYTES, read_header};
+use super::header::{EachEntry, MAX_HEADER_BYTES, header_crc32, read_header};
 use super::names::{Place, classify};
 use super::{PackError, foreign};
-use crate::files::{FileIdentity, open_regular};
+use crate::files::{Change, FileIdentity, open_regular};
 
 const INDEX: &str = "model.safetensors.index.json";
 const SINGLE: &str = "model.safetensors";
@@ -34,7 +35,12 @@ const MAX_SHARDS: usize = 65_536;
 pub(super) struct Shard {
     /// Within the checkpoint's directory.
     pub(super) name: String,
-    identity: FileIdentity,
+    pub(super) identity: FileIdentity,
+    /// CRC-32 of the header with its length.
+    pub(super) header_crc32: u32,
+    /// Whether it was seen with an identity of which only its bytes can tell whether it is the file
+    /// that was planned with.
+    moved: AtomicBool,
 }
 
 impl Shard {
@@ -48,14 +54,40 @@ impl Shard {
     }
 
     /// Refuses what was read from `file` if it is not what was planned with. What was read before
-    /// this call is of one state of the file with the header that says where to read.
+    /// this call is of one state of the file with the header that says where to read; unless the
+    /// shard has [moved](Self::has_moved).
     pub(super) fn check_unchanged(&self, file: &File, dir: &Path) -> Result<(), PackError> {
         let now = FileIdentity::of(file);
         let now = now.map_err(|error| PackError::io("look at", &dir.join(&self.name))(error))?;
         match self.identity.difference(&now) {
             None => Ok(()),
-            Some(how) => Err(PackError::ShardChanged { shard: self.name.clone(), how }),
+            Some(Change::Moved(_)) => {
+                self.set_moved();
+                Ok(())
+            }
+            Some(Change::Content(how)) => Err(self.changed(how)),
         }
+    }
+
+    /// Whether all that was read of it must be compared with what can be read now.
+    pub(super) fn has_moved(&self) -> bool {
+        // Relaxed: looked at when those who set it have been joined.
+        self.moved.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn set_moved(&self) {
+        self.moved.store(true, Ordering::Relaxed);
+    }
+
+    /// Compares the header with the one that was planned with.
+    pub(super) fn check_header(&self, dir: &Path) -> Result<(), PackError> {
+        let file = self.open(dir)?;
+        let found = header_crc32(&file).map_err(PackError::io("read", &dir.join(&self.name)))?;
+        if found == self.header_crc32 { Ok(()) } else { Err(self.changed("its header changed")) }
+    }
+
+    pub(super) fn changed(&self, how: &'static str) -> PackError {
+        PackError::ShardChanged { shard: self.name.clone(), how }
     }
 }
 
@@ -97,8 +129,11 @@ impl Checkpoint {
         }
         check_strays(dir, files, &shards.names, indexed, trees.main())?;
         let shards = shards.names.into_iter().zip(identities);
-        let shards = shards.map(|(name, identity)| Shard { name, identity }).collect();
-        Ok(Self { config, shards, trees })
+        let shards = shards.map(|(name, (identity, header_crc32))| {
+            let moved = AtomicBool::new(false);
+            Shard { name, identity, header_crc32, moved }
+        });
+        Ok(Self { config, shards: shards.collect(), trees })
     }
 }
 
@@ -280,7 +315,7 @@ impl Shards {
         number: usize,
         names: &mut Names,
         trees: &mut Trees,
-    ) -> Result<FileIdentity, PackError> {
+    ) -> Result<(FileIdentity, u32), PackError> {
         let shard = &self.names[number];
         let path = dir.join(shard);
         if let (Err(error), Some(tensor)) = (fs::metadata(&path), &self.first_tensors[number])

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use crate::layout::LayoutError;
 
 /// Why a checkpoint could not be packed. Nothing is left behind at the output path, except by
-/// [`Unsynced`](Self::Unsynced).
+/// [`Unsynced`](Self::Unsynced), and nothing beside it, except by [`Kept`](Self::Kept).
 #[derive(Debug, thiserror::Error)]
 pub enum PackError {
     /// A system call on a file failed.
@@ -218,6 +218,17 @@ pub enum PackError {
     Interrupted {
         /// Where the store was to be.
         out: PathBuf,
+    },
+    /// The pack did not finish, and what it has packed so far is kept.
+    #[error(
+        "{source}; what was packed is kept in {}: the same command goes on with it, with --resume",
+        staging.display()
+    )]
+    Kept {
+        /// Why it did not finish.
+        source: Box<Self>,
+        /// The staging directory.
+        staging: PathBuf,
     },
     /// The last step failed; unlike after every other error, the store is there.
     #[error(

@@ -7,8 +7,9 @@
 
 use std::fmt;
 use std::fs::File;
-use std::io::{BufReader, Read, Seek, SeekFrom};
+use std::io::{self, BufReader, Read, Seek, SeekFrom};
 use std::marker::PhantomData;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use rustix::fs::OFlags;
@@ -44,7 +45,7 @@ impl Entry {
 }
 
 /// Calls `each` with every tensor: its name, its entry, and where in the file its bytes start.
-/// Returns which file it was.
+/// Returns which file it was, and [`header_crc32`].
 ///
 /// # Errors
 /// The file breaks the format, or `each` refuses a tensor.
@@ -52,7 +53,7 @@ pub(super) fn read_header(
     path: &Path,
     shard: &str,
     mut each: impl FnMut(String, Entry, u64) -> Result<(), PackError>,
-) -> Result<FileIdentity, PackError> {
+) -> Result<(FileIdentity, u32), PackError> {
     let mut file = open_regular(path, OFlags::RDONLY).map_err(PackError::io("open", path))?;
     // Before the first byte is read: a change from here on makes another identity.
     let identity = FileIdentity::of(&file).map_err(PackError::io("look at", path))?;
@@ -94,7 +95,28 @@ pub(super) fn read_header(
         covered = end;
     }
     let expected = data_start.saturating_add(covered);
-    if found == expected { Ok(identity) } else { Err(length(expected)) }
+    if found != expected {
+        return Err(length(expected));
+    }
+    let crc = header_crc32(&file).map_err(PackError::io("read", path))?;
+    Ok((identity, crc))
+}
+
+/// CRC-32 of a shard's header and of the length before it.
+pub(super) fn header_crc32(file: &File) -> io::Result<u32> {
+    let mut block = vec![0; 1 << 20];
+    file.read_exact_at(&mut block[..8], 0)?;
+    let mut hash = crc32fast::Hasher::new();
+    hash.update(&block[..8]);
+    let length = u64::from_le_bytes(std::array::from_fn(|at| block[at]));
+    let (mut at, end) = (8, 8 + length.min(MAX_HEADER_BYTES));
+    while at < end {
+        let part = &mut block[..usize::try_from(end - at).unwrap_or(usize::MAX).min(1 << 20)];
+        file.read_exact_at(part, at)?;
+        hash.update(part);
+        at += part.len() as u64;
+    }
+    Ok(hash.finalize())
 }
 
 fn check_length(path: &Path, name: &str, entry: &Entry) -> Result<(), PackError> {

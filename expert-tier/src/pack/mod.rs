@@ -21,11 +21,15 @@ mod checkpoint;
 mod config;
 mod dense;
 mod error;
+mod filesystem;
 mod foreign;
 mod group;
 mod header;
+mod journal;
 mod names;
 mod python_json;
+mod queue;
+mod recheck;
 mod source;
 mod staging;
 mod synthetic;
@@ -39,11 +43,15 @@ use std::sync::atomic::AtomicBool;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use self::checkpoint::Checkpoint;
+use self::checkpoint::{Checkpoint, Shard};
 pub use self::dense::DenseTensor;
 pub use self::error::PackError;
+use self::filesystem::synced;
 #[doc(hidden)]
 pub use self::foreign::recognise_for_fuzzing;
+#[doc(hidden)]
+pub use self::journal::journal_for_fuzzing;
+use self::journal::{Head, Journal, SourceFile, Staged};
 #[doc(hidden)]
 pub use self::python_json::quoted_for_fuzzing;
 use self::source::{Content, ShardContent};
@@ -67,6 +75,17 @@ pub enum Source {
 /// Most threads of a pack.
 pub const MAX_WORKERS: usize = 256;
 
+/// What becomes of what was packed when a pack does not finish: it fails, is interrupted or killed.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub enum Unfinished {
+    /// It is removed, after a kill by the next pack to the same place.
+    #[default]
+    Remove,
+    /// It stays beside the output, and the next pack with this setting goes on with it: if it is of
+    /// the same plan and the sources did not change, else it begins anew.
+    Keep,
+}
+
 /// Settings of a pack.
 #[derive(Clone, Debug)]
 pub struct PackOptions {
@@ -75,11 +94,13 @@ pub struct PackOptions {
     /// Threads, at most [`MAX_WORKERS`]; `None` for one per core. Where the system gives fewer, the
     /// pack goes on with those.
     pub workers: Option<NonZeroUsize>,
+    /// Whether a pack that does not finish can be resumed.
+    pub unfinished: Unfinished,
 }
 
 impl Default for PackOptions {
     fn default() -> Self {
-        Self { chunk_bytes: DEFAULT_CHUNK_BYTES, workers: None }
+        Self { chunk_bytes: DEFAULT_CHUNK_BYTES, workers: None, unfinished: Unfinished::Remove }
     }
 }
 
@@ -91,6 +112,7 @@ pub struct PackPlan {
     left_dense: Vec<String>,
     content: Content,
     workers: usize,
+    unfinished: Unfinished,
 }
 
 impl PackPlan {
@@ -129,6 +151,7 @@ impl PackPlan {
             layers: self.layout.layers().len(),
             records: self.layout.records(),
             bytes: self.store_bytes(),
+            resumed_bytes: 0,
             elapsed: Duration::ZERO,
             left_dense: self.left_dense.clone(),
         }
@@ -139,19 +162,47 @@ impl PackPlan {
     /// # Errors
     /// There is something at `out` already, or its file system has too little space.
     pub fn check_output(&self, out: &Path) -> Result<(), PackError> {
-        self.target(out).map(drop)
+        Target::check(out)?.check_space(self.needed_bytes()?)
     }
 
-    fn target(&self, out: &Path) -> Result<Target, PackError> {
-        let target = Target::check(out)?;
-        target.check_space(self.store_bytes().saturating_add(self.manifest_bytes()?))?;
-        Ok(target)
+    /// Bytes that the store takes on a disk.
+    fn needed_bytes(&self) -> Result<u64, PackError> {
+        Ok(self.store_bytes().saturating_add(self.manifest_bytes()?))
+    }
+
+    /// The manifest with zeros for checksums.
+    fn draft(&self) -> Manifest {
+        let checksums = vec![[0; 32]; self.layout.layers().len()];
+        Manifest::new(self.model.clone(), self.layout.clone(), checksums)
+    }
+
+    /// What a journal of this plan begins with.
+    fn journal_head(&self) -> Head {
+        let (synthetic, shards) = match &self.content {
+            Content::Synthetic(spec) => (spec.to_string(), &[][..]),
+            Content::Shards(content) => (String::new(), &content.shards[..]),
+        };
+        let source = |shard: &Shard| SourceFile {
+            name: shard.name.clone(),
+            header_crc32: shard.header_crc32,
+            identity: shard.identity,
+        };
+        Head::new(&self.draft().fingerprint(), synthetic, shards.iter().map(source).collect())
+    }
+
+    /// Marks the shards of these names as moved.
+    fn set_moved(&self, names: &[String]) {
+        let Content::Shards(content) = &self.content else { return };
+        content
+            .shards
+            .iter()
+            .filter(|shard| names.contains(&shard.name))
+            .for_each(Shard::set_moved);
     }
 
     /// Length of the manifest, which does not depend on the checksums in it.
     fn manifest_bytes(&self) -> Result<u64, PackError> {
-        let checksums = vec![[0; 32]; self.layout.layers().len()];
-        let draft = Manifest::new(self.model.clone(), self.layout.clone(), checksums);
+        let draft = self.draft();
         let (found, limit) = (draft.as_bytes().len() as u64, manifest::MAX_BYTES);
         if found > limit {
             return Err(PackError::ManifestTooLarge { found, limit });
@@ -171,6 +222,8 @@ pub struct PackSummary {
     pub records: u64,
     /// Bytes of all record files, headers and alignment included.
     pub bytes: u64,
+    /// Those of the bytes that an earlier pack had written.
+    pub resumed_bytes: u64,
     /// Time that [`run`] took.
     pub elapsed: Duration,
     /// See [`PackPlan::left_dense`].
@@ -191,6 +244,7 @@ pub fn plan(source: &Source, options: &PackOptions) -> Result<PackPlan, PackErro
             left_dense: Vec::new(),
             content: Content::Synthetic(spec.clone()),
             workers,
+            unfinished: options.unfinished,
         }),
         Source::Checkpoint(dir) => {
             let Checkpoint { config, shards, trees } = Checkpoint::open(dir)?;
@@ -203,6 +257,7 @@ pub fn plan(source: &Source, options: &PackOptions) -> Result<PackPlan, PackErro
                 left_dense: records.left_dense,
                 content: Content::Shards(content),
                 workers,
+                unfinished: options.unfinished,
             })
         }
     }
@@ -214,8 +269,8 @@ pub fn plan(source: &Source, options: &PackOptions) -> Result<PackPlan, PackErro
 /// is [`PackPlan::store_bytes`].
 ///
 /// # Errors
-/// A file cannot be read or written. Nothing is then at `out`, and nothing is left beside it;
-/// except for [`PackError::Unsynced`].
+/// A file cannot be read or written. Nothing is then at `out`, except for [`PackError::Unsynced`],
+/// and nothing is left beside it, except for [`PackError::Kept`].
 pub fn run(
     plan: &PackPlan,
     out: &Path,
@@ -235,23 +290,77 @@ pub fn run_until(
     stop: &AtomicBool,
 ) -> Result<PackSummary, PackError> {
     let started = Instant::now();
-    let staging = Staging::create(plan.target(out)?)?;
-    let (layout, content) = (&plan.layout, &plan.content);
+    let (target, needed) = (Target::check(out)?, plan.needed_bytes()?);
     let interrupt = Interrupt { stop, out };
-    let dir = staging.path();
-    let job = Job { dir, layout, content, workers: plan.workers, progress, interrupt };
+    let (mut staging, journal) = match plan.unfinished {
+        Unfinished::Remove => (Staging::create(target, needed)?, None),
+        Unfinished::Keep => {
+            let (head, mut moved) = (plan.journal_head(), Vec::new());
+            let resumed = Staging::resume(target, needed, &plan.layout, &head, &mut moved)?;
+            plan.set_moved(&moved);
+            (resumed.0, Some((head, resumed.1)))
+        }
+    };
+    match pack_into(plan, &staging, journal, progress, interrupt)
+        .and_then(|outcome| staging.publish().map(|()| outcome))
+    {
+        Ok((fingerprint, resumed_bytes)) => Ok(PackSummary {
+            fingerprint: Some(fingerprint),
+            resumed_bytes,
+            elapsed: started.elapsed(),
+            ..plan.summary()
+        }),
+        // What was packed of the shard cannot be used.
+        Err(error @ PackError::ShardChanged { .. }) => {
+            staging.discard();
+            Err(error)
+        }
+        Err(error @ PackError::Unsynced { .. }) => Err(error),
+        Err(error) => Err(staging.kept(error)),
+    }
+}
+
+/// Writes all files of the store into `staging`; its fingerprint, and the bytes that were there.
+fn pack_into(
+    plan: &PackPlan,
+    staging: &Staging,
+    journal: Option<(Head, Option<Journal>)>,
+    progress: &(dyn Fn(u64) + Sync),
+    interrupt: Interrupt<'_>,
+) -> Result<(Fingerprint, u64), PackError> {
+    let (layout, content, dir) = (&plan.layout, &plan.content, staging.path());
+    let (records, bytes) = (layout.records(), plan.store_bytes());
+    tracing::info!(records, bytes, "packing to {}", interrupt.out.display());
+    let mut staged = Staged::nothing(layout);
+    let mut writer = None;
+    if let Some((head, found)) = journal {
+        let path = dir.join(journal::FILE_NAME);
+        let bytes = found.as_ref().map_or(0, |journal| journal.bytes);
+        let opened = staging.journal(bytes)?;
+        match found {
+            Some(found) => staged = found.staged,
+            None => opened.head(&head).map_err(PackError::io("write", &path))?,
+        }
+        tracing::info!(
+            "{} of {} records are in {}; --resume goes on from what is there",
+            staged.records(),
+            layout.records(),
+            dir.display()
+        );
+        writer = Some(opened);
+    }
+    let workers = plan.workers;
+    let job = Job { dir, layout, content, workers, progress, interrupt, journal: writer.as_ref() };
     job.preallocate()?;
-    let checksums = job.payloads()?;
+    job.check_staged(&mut staged)?;
+    let resumed_bytes = staged.bytes(layout);
+    let checksums = job.payloads(staged)?;
+    job.check_moved(&checksums)?;
     let manifest = Manifest::new(plan.model.clone(), layout.clone(), checksums.digests());
     job.headers(&manifest, &checksums)?;
-    write_manifest(staging.path(), &manifest)?;
+    write_manifest(dir, &manifest)?;
     interrupt.check()?;
-    staging.publish()?;
-    Ok(PackSummary {
-        fingerprint: Some(manifest.fingerprint()),
-        elapsed: started.elapsed(),
-        ..plan.summary()
-    })
+    Ok((manifest.fingerprint(), resumed_bytes))
 }
 
 /// Plans and packs a synthetic store in one call, with default settings.
@@ -268,7 +377,7 @@ fn write_manifest(dir: &Path, manifest: &Manifest) -> Result<(), PackError> {
     let write = || {
         let mut file = File::create_new(&path)?;
         file.write_all(manifest.as_bytes())?;
-        file.sync_all()
+        synced(file.sync_all(), &path)
     };
     write().map_err(PackError::io("write", &path))
 }

@@ -65,7 +65,7 @@ pub(super) struct Spot {
 }
 
 impl TensorSource {
-    fn spot(&self, tensor: &TensorSpec, expert: u32) -> Option<Spot> {
+    pub(super) fn spot(&self, tensor: &TensorSpec, expert: u32) -> Option<Spot> {
         match self {
             Self::Each(spots) => spots.get(expert as usize).copied(),
             Self::Fused(spot) => {

@@ -3,21 +3,37 @@
 //! A staging directory is named `.NAME.partial-<random>` and its owner holds an exclusive `flock`
 //! on it for as long as it lives, so a later pack can tell a killed pack's leftovers (nobody
 //! holds the lock) from a live one's work. The lock is taken on the directory itself: nothing has
-//! to be removed from it before it is published.
+//! to be removed from it before it is published. A file system without locks keeps leftovers.
+//!
+//! With [`Unfinished::Keep`] there is a [journal](super::journal) in it, and a pack that does not
+//! finish leaves both. The next such pack to the same place goes on with them. The journal must
+//! not become part of the store, so it leaves the directory before the rename, for a place beside
+//! it; from there it is put back where the store was not published after all.
 
-use std::fs::{self, File};
-use std::io;
-use std::os::unix::fs::MetadataExt;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, BufReader};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Once;
 
 use rustix::fs::{
-    Access, AtFlags, CWD, FlockOperation, StatxAttributes, StatxFlags, accessat, flock, statx,
+    Access, AtFlags, CWD, FlockOperation, OFlags, StatxAttributes, StatxFlags, accessat, flock,
+    statx,
 };
 
-use super::PackError;
+use super::filesystem::{free_bytes, is_unsupported, sync_directory};
+use super::journal::{self, Head, Journal, JournalWriter};
+use super::{PackError, Unfinished};
+use crate::files::open_regular;
+use crate::layout::{ExpertLayout, LayerLayout};
+use crate::store::manifest::layer_file_name;
 
 /// Tries to find an unused name; each failure means that another pack took a random one.
 const ATTEMPTS: usize = 16;
+/// What the name of a journal beside its staging directory ends in.
+const JOURNAL_SUFFIX: &str = ".journal";
+
+static NO_LOCKS: Once = Once::new();
 
 /// The checked place where a store is going to be.
 #[derive(Debug)]
@@ -69,16 +85,15 @@ impl Target {
         Ok(Self { parent: parent.into(), name: name.into(), out: resolved.clone() })
     }
 
-    /// Refuses a store of `needed` bytes where the file system has fewer available.
+    /// Refuses a store of `needed` bytes where the file system says that it has fewer available.
     pub(super) fn check_space(&self, needed: u64) -> Result<(), PackError> {
         let dir = existing(&self.parent);
-        let stat = rustix::fs::statvfs(dir)
-            .map_err(|errno| PackError::io("ask for the free space of", dir)(errno.into()))?;
-        let free = stat.f_bavail.saturating_mul(stat.f_frsize);
-        if free < needed {
-            return Err(PackError::NoSpace { path: dir.into(), needed, free });
+        match free_bytes(dir) {
+            Some(free) if free < needed => {
+                Err(PackError::NoSpace { path: dir.into(), needed, free })
+            }
+            _ => Ok(()),
         }
-        Ok(())
     }
 }
 
@@ -105,20 +120,77 @@ fn check_writable(out: &Path, parent: &Path) -> Result<(), PackError> {
     })
 }
 
-/// A locked, private directory that is removed when dropped, unless it was published.
+/// A locked, private directory that is removed when dropped, unless it was published or is to be
+/// resumed.
 #[derive(Debug)]
 pub(super) struct Staging {
     target: Target,
     path: PathBuf,
+    unfinished: Unfinished,
     /// Holds the lock; `None` once the directory has become the store.
     lock: Option<File>,
 }
 
 impl Staging {
     /// Removes what killed packs left for the same target, then makes a directory of its own.
-    pub(super) fn create(target: Target) -> Result<Self, PackError> {
+    ///
+    /// # Errors
+    /// There is no room for `needed` bytes, or nothing can be created.
+    pub(super) fn create(target: Target, needed: u64) -> Result<Self, PackError> {
+        for (path, _lock) in leftovers(&target)? {
+            remove(&path, "left by a pack that was ended");
+        }
+        target.check_space(needed)?;
+        Self::create_empty(target, Unfinished::Remove)
+    }
+
+    /// Takes over what an earlier pack of the same plan left, or begins anew; what it took over.
+    ///
+    /// # Errors
+    /// As for [`create`](Self::create).
+    pub(super) fn resume(
+        target: Target,
+        needed: u64,
+        layout: &ExpertLayout,
+        head: &Head,
+        moved: &mut Vec<String>,
+    ) -> Result<(Self, Option<Journal>), PackError> {
+        let mut best: Option<(PathBuf, File, Journal, Vec<String>)> = None;
+        for (path, lock) in leftovers(&target)? {
+            let mut names = Vec::new();
+            match adoptable(&path, layout, head, &mut names) {
+                Ok(found)
+                    if best
+                        .as_ref()
+                        .is_none_or(|b| b.2.staged.records() < found.staged.records()) =>
+                {
+                    let older = best.replace((path, lock, found, names));
+                    older.inspect(|(path, ..)| remove(path, "another has more records"));
+                }
+                Ok(_) => remove(&path, "another has more records"),
+                Err(why) => {
+                    let shown = path.display();
+                    tracing::warn!("starting over, and not with what is kept in {shown}: {why}");
+                    remove(&path, "which cannot be resumed");
+                }
+            }
+        }
+        let Some((path, lock, journal, names)) = best else {
+            target.check_space(needed)?;
+            let staging = Self::create_empty(target, Unfinished::Keep)?;
+            return Ok((staging, None));
+        };
+        moved.extend(names);
+        let missing = needed.saturating_sub(allocated(&path));
+        let staging = Self { target, path, unfinished: Unfinished::Keep, lock: Some(lock) };
+        match staging.target.check_space(missing) {
+            Ok(()) => Ok((staging, Some(journal))),
+            Err(error) => Err(staging.kept(error)),
+        }
+    }
+
+    fn create_empty(target: Target, unfinished: Unfinished) -> Result<Self, PackError> {
         fs::create_dir_all(&target.parent).map_err(PackError::io("create", &target.parent))?;
-        remove_leftovers(&target)?;
         for _ in 0..ATTEMPTS {
             let name = format!("{}{:016x}", prefix(&target), rand::random::<u64>());
             let path = target.parent.join(name);
@@ -128,8 +200,10 @@ impl Staging {
                 Err(error) => return Err(PackError::io("create", &path)(error)),
             }
             match lock_directory(&path) {
-                Ok(Some(lock)) => return Ok(Self { target, path, lock: Some(lock) }),
-                Ok(None) => {}
+                Ok(Lock::Held(lock) | Lock::Unsupported(lock)) => {
+                    return Ok(Self { target, path, unfinished, lock: Some(lock) });
+                }
+                Ok(Lock::Taken) => {}
                 Err(error) => {
                     // It is empty, and without a lock nobody could tell whose it is.
                     drop(fs::remove_dir(&path));
@@ -146,23 +220,78 @@ impl Staging {
         &self.path
     }
 
+    /// A writer at the end of the journal, of which `bytes` are sound.
+    ///
+    /// # Errors
+    /// It cannot be opened, or cut where the sound bytes end.
+    pub(super) fn journal(&self, bytes: u64) -> Result<JournalWriter, PackError> {
+        let path = self.path.join(journal::FILE_NAME);
+        let open = || {
+            let mut options = OpenOptions::new();
+            options.append(true).create(true).custom_flags(OFlags::NOFOLLOW.bits().cast_signed());
+            let file = options.open(&path)?;
+            file.set_len(bytes)?;
+            Ok(JournalWriter::new(file))
+        };
+        open().map_err(PackError::io("write", &path))
+    }
+
+    /// Removes the directory when it is dropped, whatever was asked for.
+    pub(super) fn discard(&mut self) {
+        self.unfinished = Unfinished::Remove;
+    }
+
+    /// What `error` becomes where the directory stays.
+    pub(super) fn kept(&self, error: PackError) -> PackError {
+        match self.unfinished {
+            Unfinished::Remove => error,
+            Unfinished::Keep => {
+                PackError::Kept { source: Box::new(error), staging: self.path.clone() }
+            }
+        }
+    }
+
     /// Makes the directory the store: from here on readers see all of it.
     ///
     /// Its files must have been synced.
-    pub(super) fn publish(mut self) -> Result<(), PackError> {
-        sync_directory(&self.path)?;
+    ///
+    /// # Errors
+    /// The directory cannot be renamed; a journal is in it again. Or it has been, and could not be
+    /// synced.
+    pub(super) fn publish(&mut self) -> Result<(), PackError> {
+        let (inside, beside) = (self.path.join(journal::FILE_NAME), journal_beside(&self.path));
+        if self.unfinished == Unfinished::Keep {
+            fs::rename(&inside, &beside).map_err(PackError::io("rename", &inside))?;
+        }
+        let published = sync_directory(&self.path)
+            .map_err(PackError::io("sync", &self.path))
+            .and_then(|()| self.rename());
+        if self.unfinished == Unfinished::Keep {
+            let settled = match published {
+                Ok(()) => fs::remove_file(&beside),
+                Err(_) => fs::rename(&beside, &inside),
+            };
+            if let Err(error) = settled {
+                let path = beside.display();
+                tracing::warn!("{path} is in nobody's way any more, and stays: {error}");
+            }
+        }
+        published?;
+        self.lock = None;
+        let Target { out, parent, .. } = &self.target;
+        sync_directory(parent).map_err(|source| PackError::Unsynced {
+            out: out.clone(),
+            parent: parent.clone(),
+            source,
+        })
+    }
+
+    fn rename(&self) -> Result<(), PackError> {
         fs::rename(&self.path, &self.target.out).map_err(|error| match error.kind() {
             io::ErrorKind::DirectoryNotEmpty => {
                 PackError::output(&self.target.out, "the directory was filled during the pack")
             }
             _ => PackError::io("rename the finished store to", &self.target.out)(error),
-        })?;
-        self.lock = None;
-        let Target { out, parent, .. } = &self.target;
-        File::open(parent).and_then(|dir| dir.sync_all()).map_err(|source| PackError::Unsynced {
-            out: out.clone(),
-            parent: parent.clone(),
-            source,
         })
     }
 }
@@ -171,6 +300,7 @@ impl Drop for Staging {
     fn drop(&mut self) {
         // The lock is released after the removal, so that nobody else removes it meanwhile.
         if self.lock.is_some()
+            && self.unfinished == Unfinished::Remove
             && let Err(error) = fs::remove_dir_all(&self.path)
         {
             let path = self.path.display();
@@ -183,54 +313,157 @@ fn prefix(target: &Target) -> String {
     format!(".{}.partial-", target.name)
 }
 
-/// Locks a directory; `None` where somebody else holds it or it has gone meanwhile.
+fn journal_beside(staging: &Path) -> PathBuf {
+    let mut name = staging.file_name().unwrap_or_default().to_owned();
+    name.push(JOURNAL_SUFFIX);
+    staging.with_file_name(name)
+}
+
+enum Lock {
+    Held(File),
+    /// Somebody else holds it, or the directory has gone meanwhile.
+    Taken,
+    /// The file system has no locks.
+    Unsupported(File),
+}
+
+/// Locks a directory.
 ///
-/// A cleaner can lock and remove a directory between its creation and this call, hence the
-/// comparison with what the path names once the lock is held.
-fn lock_directory(path: &Path) -> io::Result<Option<File>> {
+/// A cleaner can lock and remove a directory between its creation and this call, hence the look
+/// at its path once the lock is held. Names are random, so what is there is the same directory;
+/// its inode's number is not compared, since some file systems give another each time.
+fn lock_directory(path: &Path) -> io::Result<Lock> {
     let gone = |error: &io::Error| error.kind() == io::ErrorKind::NotFound;
     let file = match File::open(path) {
-        Err(error) if gone(&error) => return Ok(None),
+        Err(error) if gone(&error) => return Ok(Lock::Taken),
         opened => opened?,
     };
-    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-        Err(errno) if errno == rustix::io::Errno::WOULDBLOCK => return Ok(None),
-        locked => locked?,
+    match flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(io::Error::from) {
+        Ok(()) => {}
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(Lock::Taken),
+        Err(error) if is_unsupported(&error) || is_no_locks(&error) => {
+            NO_LOCKS.call_once(|| {
+                let path = path.display();
+                tracing::warn!(
+                    "{path} cannot be locked ({error}): what a killed pack leaves stays"
+                );
+            });
+            return Ok(Lock::Unsupported(file));
+        }
+        Err(error) => return Err(error),
     }
-    let there = match fs::symlink_metadata(path) {
-        Err(error) if gone(&error) => return Ok(None),
-        found => found?,
-    };
-    let held = file.metadata()?;
-    Ok(((there.dev(), there.ino()) == (held.dev(), held.ino())).then_some(file))
+    match fs::symlink_metadata(path) {
+        Err(error) if gone(&error) => Ok(Lock::Taken),
+        found => Ok(if found?.is_dir() { Lock::Held(file) } else { Lock::Taken }),
+    }
 }
 
-fn remove_leftovers(target: &Target) -> Result<(), PackError> {
+fn is_no_locks(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(rustix::io::Errno::NOLCK.raw_os_error())
+}
+
+/// What packs to the same target left that nobody works on, each with its lock.
+fn leftovers(target: &Target) -> Result<Vec<(PathBuf, File)>, PackError> {
     let prefix = prefix(target);
     let list = |error| PackError::io("list", &target.parent)(error);
-    for entry in fs::read_dir(&target.parent).map_err(list)? {
+    let entries = match fs::read_dir(&target.parent) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries.map_err(list)?,
+    };
+    let (mut found, mut journals) = (Vec::new(), Vec::new());
+    for entry in entries {
         let entry = entry.map_err(list)?;
         let name = entry.file_name();
-        let random = name.to_str().and_then(|name| name.strip_prefix(&prefix));
-        let ours = random.is_some_and(|text| {
-            text.len() == 16 && text.bytes().all(|byte| byte.is_ascii_hexdigit())
-        });
-        if !ours || !entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+        let Some(rest) = name.to_str().and_then(|name| name.strip_prefix(&prefix)) else {
+            continue;
+        };
+        let (random, journal) = match rest.strip_suffix(JOURNAL_SUFFIX) {
+            Some(random) => (random, true),
+            None => (rest, false),
+        };
+        if random.len() != 16 || !random.bytes().all(|byte| byte.is_ascii_hexdigit()) {
             continue;
         }
-        let path = entry.path();
+        let kind = entry.file_type();
+        if journal && kind.as_ref().is_ok_and(|kind| kind.is_file()) {
+            journals.push(entry.path());
+        }
+        if journal || !kind.is_ok_and(|kind| kind.is_dir()) {
+            continue;
+        }
         // Another user's leftover is not worth failing for: this pack does not need its name.
-        let Ok(Some(_lock)) = lock_directory(&path) else { continue };
-        match fs::remove_dir_all(&path) {
-            Ok(()) => tracing::info!("removed {}, left by a pack that was killed", path.display()),
-            Err(error) => tracing::warn!("cannot remove {}: {error}", path.display()),
+        if let Ok(Lock::Held(lock)) = lock_directory(&entry.path()) {
+            found.push((entry.path(), lock));
         }
     }
-    Ok(())
+    for journal in journals {
+        let staging = journal.with_extension("");
+        if found.iter().any(|(path, _)| *path == staging) {
+            // Its pack was killed just before the directory was to become the store.
+            let _ = fs::rename(&journal, staging.join(journal::FILE_NAME));
+        } else if !staging.exists() {
+            let _ = fs::remove_file(&journal);
+        }
+    }
+    Ok(found)
 }
 
-fn sync_directory(path: &Path) -> Result<(), PackError> {
-    File::open(path).and_then(|dir| dir.sync_all()).map_err(PackError::io("sync", path))
+fn remove(path: &Path, why: &str) {
+    match fs::remove_dir_all(path) {
+        Ok(()) => tracing::info!("removed {}, {why}", path.display()),
+        Err(error) => tracing::warn!("cannot remove {}: {error}", path.display()),
+    }
+}
+
+/// The journal of a leftover that a pack of `head` can go on with, or why it cannot. What does not
+/// belong into it is removed.
+fn adoptable(
+    path: &Path,
+    layout: &ExpertLayout,
+    head: &Head,
+    moved: &mut Vec<String>,
+) -> Result<Journal, String> {
+    let text = |error: io::Error| error.to_string();
+    let owner = fs::metadata(path).map_err(text)?.uid();
+    if owner != rustix::process::geteuid().as_raw() {
+        return Err("it belongs to another user".into());
+    }
+    let file = open_regular(&path.join(journal::FILE_NAME), OFlags::RDONLY | OFlags::NOFOLLOW);
+    let file = match file {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            return Err("its pack was run without --resume".into());
+        }
+        file => file.map_err(text)?,
+    };
+    let journal = journal::read(BufReader::new(file), layout).map_err(text)?;
+    let Some(journal) = journal else { return Err("it has no journal that can be read".into()) };
+    if let Some(why) = journal.head.obstacle(head, moved) {
+        return Err(why);
+    }
+    let ours: Vec<_> =
+        layout.layers().iter().map(|l| layer_file_name(LayerLayout::layer(l))).collect();
+    for entry in fs::read_dir(path).map_err(text)? {
+        let entry = entry.map_err(text)?;
+        let found = fs::symlink_metadata(entry.path()).map_err(text)?;
+        let name = entry.file_name();
+        let known = ours.iter().any(|ours| name == ours.as_str()) || name == journal::FILE_NAME;
+        if found.is_file() && known && found.nlink() <= 1 {
+            continue;
+        }
+        let removed = if found.is_dir() {
+            fs::remove_dir_all(entry.path())
+        } else {
+            fs::remove_file(entry.path())
+        };
+        removed.map_err(text)?;
+    }
+    Ok(journal)
+}
+
+/// Bytes that the files of a directory take on their disk.
+fn allocated(dir: &Path) -> u64 {
+    let files = fs::read_dir(dir).into_iter().flatten().flatten();
+    files.filter_map(|file| file.metadata().ok()).map(|found| found.blocks() * 512).sum()
 }
 
 #[cfg(test)]
@@ -238,7 +471,7 @@ mod tests {
     use super::*;
 
     fn staging(out: &Path) -> Staging {
-        Staging::create(Target::check(out).unwrap()).unwrap()
+        Staging::create(Target::check(out).unwrap(), 1).unwrap()
     }
 
     #[test]
@@ -264,13 +497,14 @@ mod tests {
     fn of_two_packs_to_one_place_the_second_to_finish_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let out = dir.path().join("store");
-        let (first, second) = (staging(&out), staging(&out));
+        let (mut first, mut second) = (staging(&out), staging(&out));
         for staged in [&first, &second] {
             fs::write(staged.path().join("manifest.json"), "{}").unwrap();
         }
         first.publish().unwrap();
         let error = second.publish().unwrap_err().to_string();
         assert!(error.contains("filled during the pack"), "{error}");
+        drop(second);
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
     }
 

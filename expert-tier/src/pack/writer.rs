@@ -14,17 +14,16 @@
 //! [`FLUSH_BYTES`], so that the sync at the end has little left to do.
 
 use std::fs::{File, OpenOptions};
-use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread;
 
-use rustix::fs::{FallocateFlags, fallocate};
-use rustix::io::Errno;
-
 use super::PackError;
+use super::filesystem::{allocate, synced};
+use super::journal::{self, JournalWriter, Staged};
+use super::queue::{Queue, Run};
 use super::source::{Content, Reader};
 use crate::layout::{ExpertLayout, LayerLayout};
 use crate::record::{RecordIdentity, encode_header};
@@ -38,8 +37,6 @@ const BLOCKS_BYTES: usize = 256 << 20;
 const PIECE_BYTES: u64 = 512 << 10;
 /// Bytes a worker writes between two requests to flush.
 const FLUSH_BYTES: u64 = 64 << 20;
-/// Bytes of consecutive records that a worker claims at a time.
-const RUN_BYTES: u64 = 64 << 20;
 
 /// CRC-32 of every chunk of every record, by layer, expert and chunk.
 pub(super) struct Checksums(Vec<Vec<u32>>);
@@ -55,7 +52,7 @@ impl Checksums {
         self.0.iter().map(digest).collect()
     }
 
-    fn record(&self, index: usize, layer: &LayerLayout, expert: u32) -> &[u32] {
+    pub(super) fn record(&self, index: usize, layer: &LayerLayout, expert: u32) -> &[u32] {
         let chunks = layer.chunks() as usize;
         &self.0[index][expert as usize * chunks..][..chunks]
     }
@@ -93,6 +90,8 @@ pub(super) struct Job<'a> {
     pub(super) progress: &'a (dyn Fn(u64) + Sync),
     /// Asked before every block.
     pub(super) interrupt: Interrupt<'a>,
+    /// Told of every record that was written, where the pack may be resumed.
+    pub(super) journal: Option<&'a JournalWriter>,
 }
 
 impl Job<'_> {
@@ -101,22 +100,18 @@ impl Job<'_> {
         for layer in self.layout.layers() {
             self.interrupt.check()?;
             let path = self.dir.join(layer_file_name(layer.layer()));
-            let file = File::create_new(&path).map_err(PackError::io("create", &path))?;
+            let opened = OpenOptions::new().write(true).create(true).truncate(false).open(&path);
+            let file = opened.map_err(PackError::io("create", &path))?;
             let bytes = layer.stride() * u64::from(layer.experts());
-            let allocated = match fallocate(&file, FallocateFlags::empty(), 0, bytes) {
-                Err(Errno::OPNOTSUPP | Errno::NOSYS) => file.set_len(bytes),
-                other => other.map_err(Into::into),
-            };
-            allocated.map_err(PackError::io("allocate", &path))?;
+            allocate(&file, bytes).map_err(PackError::io("allocate", &path))?;
         }
         Ok(())
     }
 
-    /// Writes every payload; the headers' places stay zero.
-    pub(super) fn payloads(&self) -> Result<Checksums, PackError> {
-        let queue = Queue::new(self.layout);
-        let empty = |l: &LayerLayout| vec![0; l.experts() as usize * l.chunks() as usize];
-        let checksums = Mutex::new(self.layout.layers().iter().map(empty).collect::<Vec<_>>());
+    /// Writes every payload but those that are `staged`; the headers' places stay zero.
+    pub(super) fn payloads(&self, staged: Staged) -> Result<Checksums, PackError> {
+        let queue = Queue::new(self.layout, &staged.known);
+        let checksums = Mutex::new(staged.crcs);
         let (flush, requests) = mpsc::channel();
         thread::scope(|scope| {
             let flusher = thread::Builder::new().spawn_scoped(scope, || flush_all(requests));
@@ -159,6 +154,10 @@ impl Job<'_> {
             let crcs = self.write_run(&run, layer, &mut reader, blocks)?;
             let first = run.experts.start as usize * layer.chunks() as usize;
             lock(checksums)[run.layer][first..][..crcs.len()].copy_from_slice(&crcs);
+            if let Some(journal) = self.journal {
+                let written = journal.records(layer, run.experts.start, &crcs);
+                written.map_err(PackError::io("write", &self.dir.join(journal::FILE_NAME)))?;
+            }
             since_flush += layer.stride() * u64::from(run.experts.end - run.experts.start);
             if since_flush >= FLUSH_BYTES {
                 since_flush = 0;
@@ -236,7 +235,7 @@ impl Job<'_> {
             let at = u64::from(expert) * layer.stride();
             file.write_all_at(&header, at).map_err(PackError::io("write", &path))?;
         }
-        file.sync_all().map_err(PackError::io("sync", &path))
+        synced(file.sync_all(), &path).map_err(PackError::io("sync", &path))
     }
 }
 
@@ -249,55 +248,6 @@ fn block(bytes: usize) -> Result<Vec<u8>, PackError> {
 
 fn open_layer_file(path: &Path) -> Result<File, PackError> {
     OpenOptions::new().write(true).open(path).map_err(PackError::io("open", path))
-}
-
-/// Consecutive experts of one layer.
-struct Run {
-    layer: usize,
-    experts: Range<u32>,
-}
-
-/// Hands out runs so that workers write to different files while there are enough of them:
-/// two writers of one file wait for each other in the kernel.
-struct Queue(Mutex<Vec<Pending>>);
-
-struct Pending {
-    next: u32,
-    experts: u32,
-    per_run: u32,
-    workers: usize,
-}
-
-impl Queue {
-    fn new(layout: &ExpertLayout) -> Self {
-        let pending = |layer: &LayerLayout| Pending {
-            next: 0,
-            experts: layer.experts(),
-            per_run: u32::try_from(RUN_BYTES / layer.stride()).unwrap_or(u32::MAX).max(1),
-            workers: 0,
-        };
-        Self(Mutex::new(layout.layers().iter().map(pending).collect()))
-    }
-
-    /// The next run of the layer `previous` if it has one, else of the one with fewest workers.
-    fn claim(&self, previous: Option<usize>) -> Option<Run> {
-        let mut layers = lock(&self.0);
-        if let Some(previous) = previous {
-            layers[previous].workers -= 1;
-        }
-        let open = |layer: &Pending| layer.next < layer.experts;
-        let index = match previous {
-            Some(index) if open(&layers[index]) => index,
-            _ => (0..layers.len())
-                .filter(|&i| open(&layers[i]))
-                .min_by_key(|&i| layers[i].workers)?,
-        };
-        let layer = &mut layers[index];
-        let start = layer.next;
-        layer.next = start.saturating_add(layer.per_run).min(layer.experts);
-        layer.workers += 1;
-        Some(Run { layer: index, experts: start..layer.next })
-    }
 }
 
 /// A block being filled, and the place in the file where it goes.
@@ -400,7 +350,7 @@ fn flush_all(requests: mpsc::Receiver<(PathBuf, Arc<File>)>) -> Result<(), PackE
             files.push((path, file));
         }
         for (path, file) in files {
-            file.sync_data().map_err(PackError::io("sync", &path))?;
+            synced(file.sync_data(), &path).map_err(PackError::io("sync", &path))?;
         }
     }
     Ok(())

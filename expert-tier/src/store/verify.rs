@@ -258,7 +258,7 @@ mod tests {
     /// Two layers of three records, payloads of 5000 and 300 bytes, chunks of 4096.
     fn store(dir: &Path) -> ExpertStore {
         let spec = "layers=2,experts=3,bytes=5000/300,seed=5".parse().unwrap();
-        let options = PackOptions { chunk_bytes: 4096, workers: None };
+        let options = PackOptions { chunk_bytes: 4096, ..PackOptions::default() };
         let plan = pack::plan(&Source::Synthetic(spec), &options).unwrap();
         pack::run(&plan, dir, &|_| {}).unwrap();
         ExpertStore::open(dir).unwrap()
