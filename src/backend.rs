@@ -2,6 +2,7 @@
 //!
 //! Every flag has a `METRALE_*` variable of the same name; the flag wins.
 
+mod arena;
 mod fallback;
 
 use std::fmt::Display;
@@ -10,13 +11,11 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
-use anyhow::anyhow;
 use expert_peer::cli::{HostPort, UsageError, read_secret, store_error};
 use expert_peer::values::ByteSize;
-use expert_tier::arena::{ArenaError, ArenaOptions, ExpertArena};
+use expert_tier::arena::ExpertArena;
 use expert_tier::checker::{MAX_CHECK_THREADS, default_check_threads};
 use expert_tier::fingerprint::Fingerprint;
-use expert_tier::layout::ExpertLayout;
 use expert_tier::posix::{PosixOptions, PosixTier};
 use expert_tier::store::StoreError;
 use expert_tier::tcp::{Dialler, TcpOptions, TcpTier};
@@ -26,12 +25,11 @@ use expert_tier::uma::{UmaOptions, UmaTier};
 use expert_tier::verbs::{VerbsOptions, VerbsTier};
 use expert_tier::wire::Secret;
 use gpu_sys::env::{self, Variable};
-use gpu_sys::limits::{Bytes, LockLimit, Registrations};
-use gpu_sys::pinned::{HugePages, NumaPlacement, PinError};
-
+use gpu_sys::pinned::{HugePages, NumaPlacement};
 use railset::choose::Wish;
 use railset::pairing::{DualRail, RailWishes};
 
+pub(crate) use arena::DEFAULT_ARENA_BYTES;
 use fallback::FallbackList;
 
 /// Flags shared by everything that fetches.
@@ -204,8 +202,7 @@ impl BackendArgs {
             true => self.open_alone(kind)?,
             false => self.open_with(kind, &others)?,
         };
-        let arena = self.arena(tier.manifest().layout(), most_records)?;
-        tier.use_arena(&arena);
+        let arena = self.arena(&*tier, most_records)?;
         Ok(Backend { tier, arena, dialler })
     }
 
@@ -406,39 +403,6 @@ impl BackendArgs {
         self.fallback(self.kind().unwrap_or(TierKind::RdmaVerbs))?;
         Ok(())
     }
-
-    fn arena(&self, layout: &ExpertLayout, most_records: u64) -> anyhow::Result<ExpertArena> {
-        let (given, ..) = self.arena_wish()?;
-        self.arena_of(layout, given.unwrap_or_else(|| default_arena_bytes(layout, most_records)))
-    }
-
-    /// A small arena, whatever size is set: for `bytes` of records, 4 at least, as far as the
-    /// locked-memory limit allows.
-    pub(crate) fn small_arena(
-        &self,
-        layout: &ExpertLayout,
-        bytes: u64,
-    ) -> anyhow::Result<ExpertArena> {
-        let records = (bytes / layout.max_stride().max(1)).max(4);
-        self.arena_of(layout, default_arena_bytes(layout, records))
-    }
-
-    fn arena_of(&self, layout: &ExpertLayout, bytes: u64) -> anyhow::Result<ExpertArena> {
-        let mut options = ArenaOptions::for_layout(layout, bytes)?;
-        (_, options.huge_pages, options.numa) = self.arena_wish()?;
-        ExpertArena::new(&options).map_err(|error| match error {
-            // The library's advice to lower the arena would be no help here.
-            ArenaError::Pin(PinError::LockLimit { limit, .. }) if bytes <= layout.max_stride() => {
-                let needed_bytes = Bytes(layout.max_stride());
-                anyhow!(
-                    "one record of this store needs {needed_bytes} of locked memory, the limit is \
-                     {limit}: raise `ulimit -l` (LimitMEMLOCK= in a systemd unit, --ulimit \
-                     memlock= for a container), or grant CAP_IPC_LOCK; no smaller arena would do"
-                )
-            }
-            error => anyhow::Error::new(error).context("cannot make the arena"),
-        })
-    }
 }
 
 /// Asks the peer of `options` for its status.
@@ -476,29 +440,6 @@ impl FromStr for PageWish {
             _ => Err("neither auto nor off"),
         }
     }
-}
-
-/// Most bytes of an arena that nobody has set.
-pub(crate) const DEFAULT_ARENA_BYTES: u64 = 256 << 20;
-
-/// [`DEFAULT_ARENA_BYTES`], and less where `most_records` or the whole store need less, or where the locked-memory
-/// limit leaves less, so that a first try works on a machine where nobody has raised it; but room
-/// for one record in any case.
-fn default_arena_bytes(layout: &ExpertLayout, most_records: u64) -> u64 {
-    let needed = layout.max_stride().saturating_mul(most_records.min(layout.records()));
-    let wanted = DEFAULT_ARENA_BYTES.min(needed).max(layout.max_stride());
-    let limit = LockLimit::current();
-    let room = limit.room(&Registrations::default()).unwrap_or(u64::MAX);
-    let bytes = wanted.min(room).max(layout.max_stride());
-    // One that leaves no room for a record is an error, told where the memory is asked for.
-    if bytes < wanted && bytes <= room {
-        let (bytes, wanted) = (Bytes(bytes), Bytes(wanted));
-        tracing::info!(
-            "the arena is {bytes} instead of {wanted}: the locked-memory limit is {limit}; raise \
-             `ulimit -l`, or grant CAP_IPC_LOCK, to hold more records at once"
-        );
-    }
-    bytes
 }
 
 /// The flag's value, else the variable's.

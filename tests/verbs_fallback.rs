@@ -56,7 +56,7 @@ fn rails_that_are_cut_cost_no_fetch_and_are_used_again_when_they_are_whole() {
     let ways = vec![WayPlan::opened(Arc::new(verbs)), WayPlan::opened(Arc::new(tcp))];
     let tier = FallbackTier::open(ways, FallbackOptions::default()).expect("two open ways");
     let (arena, keys) = (small_arena(24), keys(tier.manifest()));
-    tier.use_arena(&arena);
+    tier.use_arena(&arena).expect("it takes the arena");
     let lines = |text: &str| logged.lines().iter().filter(|line| line.contains(text)).count();
     assert_eq!(fetch_all(&tier, &arena, &keys, &store), (keys.len(), 0));
     let cut = cut(&["10.1.0.2", "10.2.0.2"]);

@@ -38,7 +38,7 @@ pub use direct_send::NoReader;
 #[cfg(metrale_rdma_verbs)]
 pub use push::{PushError, PushOptions, SpillWish};
 #[cfg(metrale_rdma_verbs)]
-pub use rails::{RailsError, RailsWish};
+pub use rails::{GRANT_BYTES_PER_RAIL, RailsError, RailsWish};
 #[cfg(metrale_rdma_verbs)]
 pub use residency::{ProfileError, ResidencyOptions};
 pub use server::{Exposure, PeerError, PeerOptions, Server, Shutdown};

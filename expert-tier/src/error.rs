@@ -4,6 +4,8 @@ use std::fmt;
 use std::time::Duration;
 
 use gpu_sys::env;
+#[cfg(metrale_rdma_verbs)]
+use gpu_sys::limits::Bytes;
 
 use crate::arena::{Free, Slot, TooSmall};
 use crate::key::ExpertKey;
@@ -119,6 +121,17 @@ pub enum FetchError {
         /// Why not.
         source: Box<gpu_sys::verbs::VerbsError>,
     },
+    /// A part of the slot cannot be registered for the peer to write, also while nothing else is.
+    #[cfg(metrale_rdma_verbs)]
+    #[error("{key}: a grant of {} for the peer to write: {source}", Bytes(*bytes))]
+    Grant {
+        /// The record.
+        key: ExpertKey,
+        /// Bytes of the part.
+        bytes: u64,
+        /// Why not.
+        source: Box<gpu_sys::verbs::VerbsError>,
+    },
     /// There is no connection to the peer, or it broke on every attempt.
     #[error("{key} from {peer}: {reason} (attempts: {attempts})")]
     Unreachable {
@@ -214,7 +227,7 @@ impl FetchError {
             #[cfg(feature = "unverified")]
             Self::Unchecked { .. } => false,
             #[cfg(metrale_rdma_verbs)]
-            Self::Register { source, .. } => source.is_transient(),
+            Self::Register { source, .. } | Self::Grant { source, .. } => source.is_transient(),
             Self::Key(_)
             | Self::NotResident { .. }
             | Self::SlotTooSmall { .. }
@@ -241,6 +254,8 @@ impl FetchError {
             Self::NotResident { .. } => "not_resident",
             #[cfg(metrale_rdma_verbs)]
             Self::Register { .. } => "register",
+            #[cfg(metrale_rdma_verbs)]
+            Self::Grant { .. } => "grant",
             Self::Ways { .. } => "every_way",
             Self::Cancelled { .. } => "cancelled",
             Self::Closed { .. } => "closed",

@@ -20,9 +20,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use gpu_sys::limits::Registrations;
+
 #[cfg(feature = "unverified")]
 use crate::arena::Unchecked;
-use crate::arena::{ExpertArena, Free, MAX_SLOTS, Slot};
+use crate::arena::{ArenaError, ExpertArena, Free, MAX_SLOTS, Slot};
 use crate::error::{Bound, FetchError, FetchFailure};
 use crate::key::ExpertKey;
 use crate::residency::ExpertResidency;
@@ -295,9 +297,21 @@ pub trait ExpertTier: Send + Sync {
         0
     }
 
+    /// What the backend registers of an arena and beside it, for the size of an arena that keeps to
+    /// the locked-memory limit ([`LockLimit::room`](gpu_sys::limits::LockLimit::room)).
+    fn registrations(&self) -> Registrations {
+        Registrations::default()
+    }
+
     /// Names the arena that requests' slots come from, before the first: what can be registered
     /// ahead is. The backend keeps the arena's memory as long as it lives itself.
-    fn use_arena(&self, _arena: &ExpertArena) {}
+    ///
+    /// # Errors
+    /// Nothing that the backend reads through takes the arena: no fetch into it could succeed, and the
+    /// backend does not keep it. What only some of it needs ends there, and is in the log.
+    fn use_arena(&self, _arena: &ExpertArena) -> Result<(), ArenaError> {
+        Ok(())
+    }
 
     /// Starts every request of `batch` and leaves it empty; completions go to `queue`.
     ///

@@ -25,8 +25,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use gpu_sys::limits::Registrations;
+
 use crate::account::{Accounts, count_fallback};
-use crate::arena::{ExpertArena, Filling, Slot};
+use crate::arena::{ArenaError, ExpertArena, Filling, Slot};
 use crate::direct::DirectFiles;
 pub use crate::direct::NotDirect;
 pub use crate::direct::ring::ReadCounts;
@@ -243,8 +245,12 @@ impl ExpertTier for UmaTier {
         self.inner().ended()
     }
 
-    fn use_arena(&self, arena: &ExpertArena) {
-        self.inner().use_arena(arena);
+    fn registrations(&self) -> Registrations {
+        self.inner().registrations()
+    }
+
+    fn use_arena(&self, arena: &ExpertArena) -> Result<(), ArenaError> {
+        self.inner().use_arena(arena)
     }
 
     fn submit(&self, batch: &mut Vec<FetchRequest>, queue: &CompletionQueue) {
@@ -334,10 +340,15 @@ impl ExpertTier for RingTier {
         self.shared.accounts.ended()
     }
 
-    fn use_arena(&self, arena: &ExpertArena) {
+    fn registrations(&self) -> Registrations {
+        // With io_uring.
+        Registrations { devices: 1, ..Registrations::default() }
+    }
+
+    fn use_arena(&self, arena: &ExpertArena) -> Result<(), ArenaError> {
         let ring = &self.shared.ring;
         if ring.has_registered_this(arena) {
-            return;
+            return Ok(());
         }
         if ring.has_registered() {
             let text = "another arena is registered, and a ring takes one";
@@ -345,6 +356,7 @@ impl ExpertTier for RingTier {
         } else if let Err(error) = ring.register(Box::new(arena.clone())) {
             self.shared.note_plain("unregistered_arena", &error);
         }
+        Ok(())
     }
 
     fn submit(&self, batch: &mut Vec<FetchRequest>, queue: &CompletionQueue) {

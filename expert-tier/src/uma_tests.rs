@@ -208,10 +208,10 @@ fn slots_of_the_named_arena_are_read_into_as_registered_memory() {
     let meters = Meters::new();
     let (arena, other) = (small_arena(1), small_arena(1));
     metrics::with_local_recorder(&meters, || {
-        tier.use_arena(&arena);
-        tier.use_arena(&arena);
+        tier.use_arena(&arena).expect("it takes the arena");
+        tier.use_arena(&arena).expect("it takes the arena");
         assert_eq!(tier.path(), UmaPath::Registered);
-        tier.use_arena(&other);
+        tier.use_arena(&other).expect("it takes the arena");
     });
     let fetch = |arena: &ExpertArena| {
         let fetched = tier.fetch(FIRST, arena.try_acquire(1).unwrap()).expect("a sound store");

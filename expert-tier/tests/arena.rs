@@ -97,7 +97,7 @@ fn direct_reads_into_a_registered_arena_stay_right_while_the_process_forks() {
     let tier = UmaTier::open(&store.path(), &UmaOptions::default()).unwrap();
     let record_bytes = tier.manifest().layout().layers()[0].record_bytes();
     let arena = ExpertArena::new(&options(record_bytes, 4)).unwrap();
-    tier.use_arena(&arena);
+    tier.use_arena(&arena).expect("it takes the arena");
     assert_eq!(tier.path(), UmaPath::Registered, "this test wants io_uring and O_DIRECT");
     let fetch = |expert| {
         let slot = arena.acquire(record_bytes, Duration::from_secs(10)).unwrap();

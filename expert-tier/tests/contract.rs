@@ -61,7 +61,7 @@ impl Harness for Uma {
 
     fn arena_made(&self, arena: &ExpertArena) {
         if self.path == UmaPath::Registered {
-            self.tier().use_arena(arena);
+            self.tier().use_arena(arena).expect("it takes the arena");
         }
     }
 

@@ -38,7 +38,7 @@ fn an_arena_that_cannot_be_registered_gets_plain_reads() {
             let tier = UmaTier::open(&store.path(), &UmaOptions::default()).expect("a store");
             let arena = small_arena(2);
             lower(Resource::Memlock, 4096);
-            tier.use_arena(&arena);
+            tier.use_arena(&arena).expect("it takes the arena");
             (tier, arena)
         });
         assert_eq!(tier.path(), UmaPath::Plain);

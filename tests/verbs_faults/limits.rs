@@ -115,14 +115,19 @@ fn a_client_that_may_not_lock_its_arena_says_so() {
         "--connect-ms",
         "5000",
     ];
-    // Too little for the arena; for its registration with the second device; enough for one.
-    for (kilobytes, more, code) in
-        [(4096, &[][..], 1), (12288, &[], 1), (12288, &["--dual-rail", "0"], 0), (20480, &[], 0)]
-    {
+    // Too little for the arena; for its registration with the second device, which costs that rail;
+    // enough for one; for both.
+    for (kilobytes, more, code, is_lost) in [
+        (4096, &[][..], 1, false),
+        (12288, &[], 0, true),
+        (12288, &["--dual-rail", "0"], 0, false),
+        (20480, &[], 0, false),
+    ] {
         let output = limited(kilobytes, &[&fetch[..], more].concat());
         let text = text(&output);
         println!("{kilobytes} kB: {text}");
         assert_eq!(output.status.code(), Some(code), "{text}");
+        assert_eq!(text.contains("the arena cannot be registered"), is_lost, "{text}");
         if code != 0 {
             for word in ["MiB", "limit", "ulimit -l", "--expert-arena-bytes"] {
                 assert!(text.contains(word), "{text:?} does not name {word:?}");
@@ -130,4 +135,58 @@ fn a_client_that_may_not_lock_its_arena_says_so() {
         }
     }
     assert_eq!(peer.status().queue_pairs, 0);
+}
+
+#[test]
+#[ignore = "needs RDMA devices: scripts/test-verbs"]
+fn under_any_limit_a_client_works_or_says_at_the_start_what_to_raise() {
+    let store = TestStore::new(2, 8, &[700_001], 93);
+    let resident = peer(&store);
+    let spilled = Peer::start(&store.path(), &[&RAILS[..], &["--dram-budget", "1MiB"]].concat());
+    for (peer, spills) in [(&resident, false), (&spilled, true)] {
+        let address = peer.address();
+        let fetch = ["fetch", "--expert-backend", "rdma-verbs", "--all", "--peer", &address];
+        let bounds = ["--connect-ms", "5000", "--deadline-ms", "5000"];
+        for rails in ["0", "1"] {
+            let rails = ["--dual-rail", rails];
+            for mebibytes in [1, 2, 4, 6, 8, 16, 64] {
+                let args = [&fetch[..], &bounds, &rails].concat();
+                let output = limited(mebibytes << 10, &args);
+                let text = text(&output);
+                println!("{mebibytes} MiB, {rails:?}, spills: {spills}: {text}");
+                if output.status.success() {
+                    let said = String::from_utf8_lossy(&output.stdout).into_owned() + &text;
+                    assert!(said.contains("0 failed"), "{said}");
+                    continue;
+                }
+                // One record of 0.7 MiB, with what it is tried with and, where it is pushed, its grant.
+                assert!(mebibytes < if spills { 2 } else { 1 }, "{mebibytes} MiB: {text}");
+                assert!(text.contains("one record of this store needs"), "{text}");
+                assert!(text.contains("ulimit -l"), "{text}");
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs RDMA devices: scripts/test-verbs"]
+fn a_grant_that_meets_the_limit_waits_for_another_one_to_come_back() {
+    let store = TestStore::new(2, 16, &[1_900_001], 94);
+    let peer = Peer::start(&store.path(), &[&RAILS[..], &["--dram-budget", "2MiB"]].concat());
+    let address = peer.address();
+    let fetch = ["fetch", "--expert-backend", "rdma-verbs", "--all", "--peer", &address];
+    let bounds = ["--connect-ms", "5000", "--deadline-ms", "5000", "--dual-rail", "0"];
+    // 4 MiB of arena, and grants of 1 MiB at most: no room for one, for one, for two.
+    for (kilobytes, code) in [(4800, 1), (5400, 0), (6400, 0)] {
+        let args = [&fetch[..], &bounds, &["--arena-bytes", "4MiB"]].concat();
+        let output = limited(kilobytes, &args);
+        let text = text(&output);
+        println!("{kilobytes} kB: {text}");
+        assert_eq!(output.status.code(), Some(code), "{text}");
+        if code != 0 {
+            for word in ["grant", "MiB", "ulimit -l", "--expert-arena-bytes"] {
+                assert!(text.contains(word), "{text:?} does not name {word:?}");
+            }
+        }
+    }
 }

@@ -31,6 +31,9 @@ pub(super) const CREDITS: u16 = 32;
 /// that clients take turns.
 pub(super) const RANGE_BYTES: u32 = 1 << 20;
 
+/// Most bytes that a client grants on a rail at once: its requests for spilled records.
+pub const GRANT_BYTES_PER_RAIL: u64 = CREDITS as u64 * RANGE_BYTES as u64;
+
 /// Part of the memory that a region takes by itself at most, as one of so many, beside the reserve:
 /// what is available changes by the moment, and connections and the file cache want some, too.
 const SLACK_DIVISOR: u64 = 16;

@@ -36,6 +36,7 @@ use crate::ledger::Ledger;
 use crate::push::{PushCounts, PushEngine, PushError, PushOptions};
 use crate::residency::keeper::{Keeper, Start};
 use crate::residency::{ProfileError, Residency, ResidencyOptions, profile};
+pub use budget::GRANT_BYTES_PER_RAIL;
 use budget::{Bounds, Plan};
 pub(crate) use client::{ClientEnd, RailClient};
 use resident::Loaded;

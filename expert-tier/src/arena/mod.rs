@@ -82,6 +82,15 @@ pub enum ArenaError {
     /// The memory could not be pinned.
     #[error("the arena's memory: {0}")]
     Pin(#[from] PinError),
+    /// No device that the backend uses takes it.
+    #[cfg(metrale_rdma_verbs)]
+    #[error("{what}: {source}")]
+    Register {
+        /// What was to be registered.
+        what: &'static str,
+        /// Why not.
+        source: Box<gpu_sys::verbs::VerbsError>,
+    },
     /// A device was required and cannot be had.
     #[error("an arena on CUDA device {ordinal} was required: {source}")]
     Cuda {
@@ -123,6 +132,17 @@ impl ArenaError {
     pub fn is_transient(&self) -> bool {
         matches!(self, Self::Exhausted { .. })
     }
+
+    /// Whether a smaller arena might be had where this one cannot be.
+    #[must_use]
+    pub fn is_of_size(&self) -> bool {
+        match self {
+            Self::Pin(error) => error.is_of_size(),
+            #[cfg(metrale_rdma_verbs)]
+            Self::Register { source, .. } => source.is_of_size(),
+            _ => false,
+        }
+    }
 }
 
 /// A handle on an arena; clones share it.
@@ -154,6 +174,10 @@ impl ExpertArena {
         let device = open_device(options.cuda)?;
         let (huge_pages, numa) = (options.huge_pages, options.numa);
         let pages = Arc::new(PinnedPages::new(&PinnedOptions { bytes, huge_pages, numa })?);
+        for shortfall in pages.shortfalls() {
+            metrics::counter!("metrale_arena_shortfalls_total", "lacks" => shortfall.name())
+                .increment(1);
+        }
         let registered = device.and_then(|device| match HostRegistration::new(&device, &pages) {
             Ok(registration) => Ok(registration),
             Err(error) => Err(NoDevice { ordinal: device.ordinal(), error: Some(error) }),

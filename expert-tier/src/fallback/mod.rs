@@ -32,9 +32,10 @@ mod way;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use gpu_sys::limits::Registrations;
 use railset::BackoffSettings;
 
-use crate::arena::ExpertArena;
+use crate::arena::{ArenaError, ExpertArena};
 use crate::fingerprint::Fingerprint;
 use crate::store::manifest::Manifest;
 use crate::tier::{self, Completion, CompletionQueue, ExpertTier, FetchRequest, Ticket, TierKind};
@@ -332,8 +333,12 @@ impl ExpertTier for FallbackTier {
         self.shared.ways.iter().filter_map(Way::tier).map(|tier| tier.ended()).sum()
     }
 
-    fn use_arena(&self, arena: &ExpertArena) {
-        self.shared.use_arena(arena);
+    fn registrations(&self) -> Registrations {
+        self.shared.registrations()
+    }
+
+    fn use_arena(&self, arena: &ExpertArena) -> Result<(), ArenaError> {
+        self.shared.use_arena(arena)
     }
 
     fn submit(&self, batch: &mut Vec<FetchRequest>, queue: &CompletionQueue) {

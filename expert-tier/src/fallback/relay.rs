@@ -4,10 +4,12 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use gpu_sys::limits::Registrations;
+
 use super::FallbackOptions;
 use super::way::{Way, goes_on};
 use crate::account::count_fallback;
-use crate::arena::{ExpertArena, Free, Slot};
+use crate::arena::{ArenaError, ExpertArena, Free, Slot};
 use crate::error::{FetchError, FetchFailure, TriedWay, WayEnd};
 use crate::key::ExpertKey;
 use crate::tier::{CompletionQueue, ExpertTier, FetchRequest, Outcome, Relay, Ticket};
@@ -51,16 +53,48 @@ impl Shared {
         self.ways[..at].iter().for_each(|way| way.pass_by(requests));
     }
 
-    pub(super) fn use_arena(&self, arena: &ExpertArena) {
+    /// What all ways together register: each may be needed while the others have what they had.
+    pub(super) fn registrations(&self) -> Registrations {
+        let mut all = Registrations::default();
+        for it in self.ways.iter().filter_map(Way::tier).map(|tier| tier.registrations()) {
+            all.devices += it.devices;
+            all.grant_bytes = all.grant_bytes.saturating_add(it.grant_bytes);
+            all.locked_bytes = all.locked_bytes.saturating_add(it.locked_bytes);
+            all.registered_bytes = all.registered_bytes.saturating_add(it.registered_bytes);
+        }
+        all
+    }
+
+    /// Names the arena to every way. One that does not take it is passed by when a request fails there.
+    pub(super) fn use_arena(&self, arena: &ExpertArena) -> Result<(), ArenaError> {
+        let (mut taken, mut refused) = (false, None);
+        for way in &self.ways {
+            let Some(tier) = way.tier() else { continue };
+            match tier.use_arena(arena) {
+                Ok(()) => taken = true,
+                Err(error) => {
+                    tracing::warn!(backend = way.kind.name(), %error, "a way does not take the arena");
+                    refused.get_or_insert(error);
+                }
+            }
+        }
+        if let (Some(error), false) = (refused, taken) {
+            return Err(error);
+        }
         if self.ways.iter().any(|way| way.tier().is_none()) {
             lock(&self.arenas).push(arena.clone());
         }
-        self.ways.iter().filter_map(Way::tier).for_each(|tier| tier.use_arena(arena));
+        Ok(())
     }
 
     /// Way `at` is there now.
     pub(super) fn opened(&self, at: usize, tier: Arc<dyn ExpertTier>) {
-        lock(&self.arenas).iter().for_each(|arena| tier.use_arena(arena));
+        for arena in lock(&self.arenas).iter() {
+            if let Err(error) = tier.use_arena(arena) {
+                tracing::warn!(backend = self.ways[at].kind.name(), %error,
+                    "a way does not take the arena");
+            }
+        }
         self.ways[at].open_with(tier);
         self.ways[at].mend();
     }

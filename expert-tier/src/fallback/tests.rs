@@ -382,7 +382,7 @@ fn a_way_that_comes_later_is_opened_then_and_used() {
     let second = faulty(&store);
     let tier = FallbackTier::open(vec![first, plan(&second)], eager()).expect("one way");
     let arena = small_arena(1);
-    tier.use_arena(&arena);
+    tier.use_arena(&arena).expect("it takes the arena");
     assert_eq!(tier.kind(), TierKind::Rdma);
     let start = Instant::now();
     while !tier.is_complete() {

@@ -89,7 +89,7 @@ pub(super) fn goes_on(error: &FetchError) -> bool {
         | FetchError::Peer { .. }
         | FetchError::Store(_) => true,
         #[cfg(metrale_rdma_verbs)]
-        FetchError::Register { .. } => true,
+        FetchError::Register { .. } | FetchError::Grant { .. } => true,
         #[cfg(feature = "unverified")]
         FetchError::Unchecked { .. } => false,
         FetchError::Key(_)
@@ -105,7 +105,7 @@ fn sign(error: &FetchError) -> Sign {
         FetchError::Peer { status: Status::Busy | Status::Draining, .. } => Sign::Broken,
         // Every fetch of this arena fails so, until somebody raises a limit.
         #[cfg(metrale_rdma_verbs)]
-        FetchError::Register { .. } => Sign::Broken,
+        FetchError::Register { .. } | FetchError::Grant { .. } => Sign::Broken,
         FetchError::Peer { .. } | FetchError::NotResident { .. } | FetchError::Mismatch { .. } => {
             Sign::Works
         }

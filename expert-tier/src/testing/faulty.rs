@@ -5,7 +5,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use crate::arena::{ExpertArena, Free, Slot};
+use gpu_sys::limits::Registrations;
+
+use crate::arena::{ArenaError, ExpertArena, Free, Slot};
 use crate::error::{Bound, FetchError, FetchFailure};
 use crate::record::Mismatch;
 use crate::store::manifest::Manifest;
@@ -123,8 +125,12 @@ impl<T: ExpertTier> ExpertTier for FaultyTier<T> {
         self.inner.ended()
     }
 
-    fn use_arena(&self, arena: &ExpertArena) {
-        self.inner.use_arena(arena);
+    fn registrations(&self) -> Registrations {
+        self.inner.registrations()
+    }
+
+    fn use_arena(&self, arena: &ExpertArena) -> Result<(), ArenaError> {
+        self.inner.use_arena(arena)
     }
 
     fn submit(&self, batch: &mut Vec<FetchRequest>, queue: &CompletionQueue) {

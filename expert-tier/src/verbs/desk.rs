@@ -18,6 +18,7 @@ use super::claims::Blame;
 use super::connector::Complaints;
 use super::devices::{Device, Devices};
 use super::grant::{Granted, NOT_REVOKED};
+use super::grants::Grants;
 use super::push::PushLane;
 use super::rail::{Leftover, Rail};
 use super::reports::Reports;
@@ -38,6 +39,7 @@ pub(super) struct Desk {
     pub(super) manifest: Arc<Manifest>,
     pub(super) accounts: Accounts,
     pub(super) devices: Devices,
+    pub(super) grants: Arc<Grants>,
     /// Slots to try new rails with.
     pub(super) probe: ExpertArena,
     next_rail: AtomicU64,
@@ -82,6 +84,10 @@ impl Job for CheckPart {
             }
             None => self.desk.part_lost(call, NOT_REVOKED),
         }
+        // Parts may wait for the grant that was revoked here, while nothing else flies.
+        if self.desk.grants.take_freed() {
+            self.desk.ring();
+        }
     }
 }
 
@@ -113,7 +119,9 @@ impl Desk {
         let mut probe = ArenaOptions::with_slabs(slabs);
         (probe.cuda, probe.huge_pages) = (CudaUse::Off, HugePages::Off);
         let probe = ExpertArena::new(&probe)?;
-        devices.register(&probe)?;
+        // No device is open yet: each registers it when it is opened.
+        devices.register(&probe);
+        let grants = Arc::new(Grants::default());
         let reports = Reports::new(manifest.layout());
         Ok(Self {
             probe,
@@ -123,7 +131,8 @@ impl Desk {
             accounts: Accounts::new(TierKind::RdmaVerbs, &[Source::Read, Source::Push]),
             reports,
             devices,
-            state: Mutex::new(State::new()),
+            state: Mutex::new(State::new(Arc::clone(&grants))),
+            grants,
             bell: Condvar::new(),
             in_flight: AtomicUsize::new(0),
             most_in_flight: AtomicUsize::new(0),
@@ -190,9 +199,9 @@ impl Desk {
         };
         let arena = slot.arena();
         if !self.devices.knows(&arena)
-            && let Err(error) = self.devices.register(&arena)
+            && let Err(refused) = self.use_arena(&arena)
         {
-            let error = Box::new(FetchError::Register { key, source: Box::new(error) });
+            let error = Box::new(FetchError::Register { key, source: Box::new(refused.error) });
             let slot = slot.gather().ok().map(Slot::<Gathered>::abandon);
             let failure = FetchFailure { error, slot };
             return self.refuse(ticket, key, queue, submitted, failure);
@@ -405,7 +414,8 @@ impl Desk {
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
         };
         let mut todo = Todo::default();
-        let wanted = self.wants_ring.swap(false, Ordering::Acquire);
+        let freed = self.grants.take_freed();
+        let wanted = self.wants_ring.swap(false, Ordering::Acquire) || freed;
         let found = state.look(&self.options, &mut todo, |part| {
             checker.push(CheckPart { part, desk: Arc::clone(self) });
         });

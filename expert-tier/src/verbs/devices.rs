@@ -49,6 +49,8 @@ pub(super) struct Device {
     /// Wakes whoever waits for what peers were asked for.
     channel: OnceLock<Arc<CompletionChannel>>,
     registered: Mutex<Vec<Registered>>,
+    /// Arenas that the device refuses to register; its rails end.
+    refused: Mutex<Vec<ArenaId>>,
     /// Held while an arena is registered.
     registering: Mutex<()>,
 }
@@ -84,16 +86,22 @@ impl Devices {
     pub(super) fn device(&self, name: &str) -> Result<Arc<Device>, VerbsError> {
         let opening = Arc::clone(lock(&self.opening).entry(name.to_owned()).or_default());
         let _opening = lock(&opening);
-        if let Some(device) = lock(&self.known).opened.iter().find(|it| it.name() == name) {
-            return Ok(Arc::clone(device));
-        }
-        let domain = ProtectionDomain::new(&self.library.open_device(name)?)?;
-        let device = Arc::new(Device::of(domain));
+        let opened = lock(&self.known).opened.iter().find(|it| it.name() == name).cloned();
+        let device = match opened {
+            Some(device) => device,
+            None => {
+                let domain = ProtectionDomain::new(&self.library.open_device(name)?)?;
+                Arc::new(Device::of(domain))
+            }
+        };
         loop {
             let mut known = lock(&self.known);
+            // Also one that the device has refused before.
             let new = known.arenas.iter().find(|arena| device.region(arena.id()).is_none());
             let Some(arena) = new.cloned() else {
-                known.opened.push(Arc::clone(&device));
+                if !known.opened.iter().any(|it| Arc::ptr_eq(it, &device)) {
+                    known.opened.push(Arc::clone(&device));
+                }
                 return Ok(device);
             };
             drop(known);
@@ -107,29 +115,51 @@ impl Devices {
         lock(&self.known).opened.retain(|known| !Arc::ptr_eq(known, device));
     }
 
-    /// Registers `arena` with every open device, and with those that are opened later.
-    pub(super) fn register(&self, arena: &ExpertArena) -> Result<(), VerbsError> {
+    /// Registers `arena` with every open device, and with those that are opened later. Returns the
+    /// devices that refuse.
+    pub(super) fn register(&self, arena: &ExpertArena) -> Vec<(Arc<Device>, VerbsError)> {
         let mut known = lock(&self.known);
         if !known.arenas.iter().any(|it| it.id() == arena.id()) {
             known.arenas.push(arena.clone());
         }
         let opened = known.opened.clone();
         drop(known);
-        opened.iter().try_for_each(|device| device.register(arena))
+        let refused =
+            |device: Arc<Device>| Some((Arc::clone(&device), device.register(arena).err()?));
+        opened.into_iter().filter_map(refused).collect()
     }
 
-    /// Whether `arena` has been registered with every open device. Waits for no registration.
+    /// Drops the registrations of `arena`, and registers it with no device that is opened later.
+    pub(super) fn drop_arena(&self, arena: ArenaId) {
+        let mut known = lock(&self.known);
+        known.arenas.retain(|it| it.id() != arena);
+        let opened = known.opened.clone();
+        drop(known);
+        opened.iter().for_each(|device| device.drop_arena(arena));
+    }
+
+    /// Devices that are open.
+    pub(super) fn opened(&self) -> usize {
+        lock(&self.known).opened.len()
+    }
+
+    /// Whether every open device has registered `arena`, or refused to. Waits for no registration.
     pub(super) fn knows(&self, arena: &ExpertArena) -> bool {
         let known = lock(&self.known);
         known.arenas.iter().any(|it| it.id() == arena.id())
-            && known.opened.iter().all(|device| device.region(arena.id()).is_some())
+            && known.opened.iter().all(|device| device.knows(arena.id()))
     }
 }
 
 impl Device {
     fn of(domain: Arc<ProtectionDomain>) -> Self {
-        let (registered, registering) = (Mutex::default(), Mutex::default());
-        Self { domain, channel: OnceLock::new(), registered, registering }
+        Self {
+            domain,
+            channel: OnceLock::new(),
+            registered: Mutex::default(),
+            refused: Mutex::default(),
+            registering: Mutex::default(),
+        }
     }
 
     pub(super) fn name(&self) -> &str {
@@ -166,6 +196,37 @@ impl Device {
         registered.iter().find(|it| it.id == arena).map(|it| Arc::clone(&it.region))
     }
 
+    /// Whether it has registered an arena, or refused to.
+    fn knows(&self, arena: ArenaId) -> bool {
+        self.region(arena).is_some() || lock(&self.refused).contains(&arena)
+    }
+
+    /// Registers `bytes` of the largest arena again and undoes it: whether a grant has room beside what
+    /// is registered. No peer can write there meanwhile.
+    pub(super) fn try_grant(&self, bytes: usize) -> Result<(), VerbsError> {
+        let registered = lock(&self.registered);
+        let largest = registered.iter().max_by_key(|it| it.memory.region().1);
+        let Some(memory) = largest.map(|it| Arc::clone(&it.memory)) else { return Ok(()) };
+        drop(registered);
+        let bytes = bytes.min(memory.region().1);
+        MemoryRegion::register(&self.domain, memory, 0..bytes, Access::LocalWrite).map(drop)
+    }
+
+    /// Drops the registration of an arena, which counts as refused from then on.
+    pub(super) fn refuse(&self, arena: ArenaId) {
+        let mut refused = lock(&self.refused);
+        if !refused.contains(&arena) {
+            refused.push(arena);
+        }
+        drop(refused);
+        lock(&self.registered).retain(|it| it.id != arena);
+    }
+
+    fn drop_arena(&self, arena: ArenaId) {
+        lock(&self.registered).retain(|it| it.id != arena);
+        lock(&self.refused).retain(|id| *id != arena);
+    }
+
     /// Registers the bytes of `part`, and no more, for a peer to write.
     pub(super) fn grant(&self, part: &Part) -> Result<MemoryRegion, VerbsError> {
         let (start, bytes) = part.landing();
@@ -190,10 +251,12 @@ impl Device {
         let memory: Arc<dyn Memory> = Arc::new(arena.clone());
         let bytes = memory.region().1;
         let shared = Arc::clone(&memory);
-        let region = MemoryRegion::register(&self.domain, shared, 0..bytes, Access::LocalWrite)?;
+        let region = MemoryRegion::register(&self.domain, shared, 0..bytes, Access::LocalWrite)
+            .inspect_err(|_| self.refuse(arena.id()))?;
         tracing::debug!(device = self.name(), bytes, "the arena is registered");
         let registered = Registered { id: arena.id(), memory, region: Arc::new(region) };
         lock(&self.registered).push(registered);
+        lock(&self.refused).retain(|id| *id != arena.id());
         Ok(())
     }
 }

@@ -7,6 +7,7 @@ use gpu_sys::verbs::{MemoryRegion, VerbsError};
 use railset::push::Window;
 
 use super::devices::Device;
+use super::grants::GrantPlace;
 use crate::arena::Part;
 
 /// Why a part is lost whose grant cannot be ended.
@@ -17,23 +18,28 @@ pub(super) struct Granted {
     grant: Option<MemoryRegion>,
     /// There until it is revoked.
     part: Option<Part>,
+    /// Dropped last: there is room for another grant once this one is revoked.
+    _place: Option<GrantPlace>,
 }
+
+/// A part that was not granted, its place, and why.
+pub(super) type Refused = Box<(Part, GrantPlace, VerbsError)>;
 
 impl Granted {
     /// Lets the peer write to `part` through `device`.
     ///
     /// # Errors
-    /// The device refuses: the part comes back.
-    pub(super) fn to_peer(device: &Device, part: Part) -> Result<Self, Box<(Part, VerbsError)>> {
+    /// The device refuses: the part and its place come back.
+    pub(super) fn to_peer(device: &Device, part: Part, place: GrantPlace) -> Result<Self, Refused> {
         match device.grant(&part) {
-            Ok(grant) => Ok(Self { grant: Some(grant), part: Some(part) }),
-            Err(error) => Err(Box::new((part, error))),
+            Ok(grant) => Ok(Self { grant: Some(grant), part: Some(part), _place: Some(place) }),
+            Err(error) => Err(Box::new((part, place, error))),
         }
     }
 
     /// A part that nobody but this side's own device writes to.
     pub(super) fn to_nobody(part: Part) -> Self {
-        Self { grant: None, part: Some(part) }
+        Self { grant: None, part: Some(part), _place: None }
     }
 
     /// The number of its call.

@@ -33,8 +33,10 @@ mod desk;
 mod devices;
 mod ends;
 mod grant;
+mod grants;
 mod inbox;
 mod keeper;
+mod memory;
 mod push;
 mod pushes;
 mod rail;
@@ -48,6 +50,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use gpu_sys::limits::Registrations;
 use gpu_sys::verbs::VerbsError;
 use railset::BackoffSettings;
 use railset::choose::{ChooseError, RailSpec};
@@ -483,11 +486,15 @@ impl ExpertTier for VerbsTier {
         self.desk.accounts.ended()
     }
 
-    fn use_arena(&self, arena: &ExpertArena) {
-        if let Err(error) = self.desk.devices.register(arena) {
-            // Whoever fetches into it is told.
-            tracing::error!(%error, "the arena cannot be registered");
-        }
+    fn registrations(&self) -> Registrations {
+        self.desk.registrations()
+    }
+
+    fn use_arena(&self, arena: &ExpertArena) -> Result<(), ArenaError> {
+        self.desk.use_arena(arena).map_err(|refused| {
+            let source = Box::new(refused.error);
+            ArenaError::Register { what: refused.what, source }
+        })
     }
 
     fn submit(&self, batch: &mut Vec<FetchRequest>, queue: &CompletionQueue) {

@@ -161,6 +161,14 @@ impl PushLane {
         self.terms.range_bytes as usize
     }
 
+    /// Most bytes that are granted to the peer at once.
+    pub(super) fn most_granted_bytes(&self) -> u64 {
+        match self.terms.transfer {
+            Transfer::Push => u64::from(self.terms.credits) * u64::from(self.terms.range_bytes),
+            Transfer::Stage => 0,
+        }
+    }
+
     /// Requests under way, or about to be.
     pub(super) fn under_way(&self) -> usize {
         self.pending.iter().flatten().count() + self.reserved

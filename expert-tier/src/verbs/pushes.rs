@@ -14,6 +14,7 @@ use super::VerbsOptions;
 use super::call::{Calls, Way};
 use super::devices::Device;
 use super::grant::Granted;
+use super::grants::GrantPlace;
 use super::push::{PushEnd, PushLane};
 use super::state::{Picked, State, Todo};
 use crate::arena::Part;
@@ -28,13 +29,14 @@ pub(super) struct Order {
     /// The rail's number.
     pub(super) rail: u64,
     pub(super) device: Arc<Device>,
-    pub(super) transfer: Transfer,
+    /// Where the part is to be granted to the peer.
+    pub(super) place: Option<GrantPlace>,
 }
 
 impl State {
     /// Keeps a place for the next part of call `id` on the lane on which it would come soonest.
     pub(super) fn pick_push(&mut self, id: u32, options: &VerbsOptions, todo: &mut Todo) -> Picked {
-        let Self { rails, calls, .. } = self;
+        let Self { rails, calls, grants, .. } = self;
         let Some(call) = calls.find(id).filter(|call| call.has_parts()) else {
             return Picked::Nothing;
         };
@@ -61,6 +63,10 @@ impl State {
         let Some((rail, lane)) = soonest.filter(|(_, lane)| lane.has_room()) else {
             return Picked::NoRoom;
         };
+        let is_granted = lane.terms().transfer == Transfer::Push;
+        if is_granted && grants.is_full() {
+            return Picked::NoRoom;
+        }
         let Some(part) = call.next_part(lane.part_bytes()) else {
             return Picked::Nothing;
         };
@@ -68,8 +74,9 @@ impl State {
         call.out += 1;
         call.asked.get_or_insert_with(Instant::now);
         call.was_pushed = true;
-        let (device, transfer) = (Arc::clone(lane.device()), lane.terms().transfer);
-        todo.orders.push(Order { part: part.tagged(id), key, rail, device, transfer });
+        let device = Arc::clone(lane.device());
+        let (part, place) = (part.tagged(id), is_granted.then(|| grants.place()));
+        todo.orders.push(Order { part, key, rail, device, place });
         Picked::Part
     }
 
@@ -98,13 +105,14 @@ impl State {
         })
     }
 
-    /// A part that has a place on rail `number` could not be granted: its request fails.
-    pub(super) fn not_granted(&mut self, number: u64, part: &Part, error: FetchError) {
+    /// A part that has a place on rail `number` could not be granted: its request fails with `error`,
+    /// or waits until there is room for the grant where there is none.
+    pub(super) fn not_granted(&mut self, number: u64, part: &Part, error: Option<FetchError>) {
         let rail = self.rails.iter_mut().find(|rail| rail.number == number);
         if let Some(lane) = rail.and_then(|rail| rail.push.as_mut()) {
             lane.unreserve(part.range().len());
         }
-        if let Some(call) = self.calls.find(part.tag()) {
+        if let (Some(call), Some(error)) = (self.calls.find(part.tag()), error) {
             call.failed.get_or_insert(error);
         }
     }

@@ -206,6 +206,9 @@ impl Opening<'_> {
                 ClientAction::CreateQueuePairs(creates) => {
                     for create in creates {
                         let device = self.desk.devices.device(&create.local.device)?;
+                        if let Some(terms) = create.push {
+                            self.desk.try_grant(&device, terms)?;
+                        }
                         let depth = self.desk.options.queue_pair_depth;
                         self.prepared = Some(PreparedRail::new(&create, device, depth)?);
                     }

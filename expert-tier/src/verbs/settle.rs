@@ -5,12 +5,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use gpu_sys::verbs::CompletionChannel;
-use railset::message::Transfer;
+use gpu_sys::verbs::{CompletionChannel, VerbsError};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::desk::{Desk, PartChecker};
+use super::devices::Device;
 use super::grant::{Granted, NOT_REVOKED};
+use super::grants::GrantPlace;
 use super::pushes::Order;
 use super::state::Todo;
 use crate::arena::Part;
@@ -40,10 +41,10 @@ impl Desk {
 
     /// Grants the part of `order` and asks for it; it comes back if that cannot be done.
     fn send(&self, order: Order) -> Option<Part> {
-        let Order { part, key, rail, device, transfer } = order;
-        let granted = match transfer {
-            Transfer::Push => Granted::to_peer(&device, part),
-            Transfer::Stage => Ok(Granted::to_nobody(part)),
+        let Order { part, key, rail, device, place } = order;
+        let granted = match place {
+            Some(place) => self.grant(&device, part, place),
+            None => Ok(Granted::to_nobody(part)),
         };
         match granted {
             Ok(granted) => {
@@ -56,11 +57,39 @@ impl Desk {
             }
             Err(refused) => {
                 let (part, source) = *refused;
-                let error = FetchError::Register { key, source: Box::new(source) };
-                self.lock().not_granted(rail, &part, error);
+                let bytes = part.range().len() as u64;
+                let error = |source| FetchError::Grant { key, bytes, source: Box::new(source) };
+                self.lock().not_granted(rail, &part, source.map(error));
                 Some(part)
             }
         }
+    }
+
+    /// Grants a part. It comes back with an error, or without one where there is room for it once
+    /// another grant has come back.
+    fn grant(
+        &self,
+        device: &Device,
+        part: Part,
+        place: GrantPlace,
+    ) -> Result<Granted, Box<(Part, Option<VerbsError>)>> {
+        let refused = match Granted::to_peer(device, part, place) {
+            Ok(granted) => return Ok(granted),
+            Err(refused) => refused,
+        };
+        let (part, place, error) = *refused;
+        if !error.is_of_size() {
+            return Err(Box::new((part, Some(error))));
+        }
+        let Some(place) = place.wait_for_others() else {
+            tracing::debug!(%error, "a grant waits for another one to come back");
+            return Err(Box::new((part, None)));
+        };
+        // Others may have come back since it was refused; it is alone now.
+        Granted::to_peer(device, part, place).map_err(|refused| {
+            let (part, _, error) = *refused;
+            Box::new((part, Some(error)))
+        })
     }
 
     /// Parts that never got to fly, or whose queue pair is gone, are to be read again.

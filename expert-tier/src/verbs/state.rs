@@ -5,6 +5,7 @@
 //! to their speed, and a small record, which is one part, goes whole to the better one.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use gpu_sys::verbs::{Remote, WorkError, WorkStatus};
@@ -13,6 +14,7 @@ use super::VerbsOptions;
 use super::call::{Call, Calls, Way};
 use super::claims::Claims;
 use super::grant::Granted;
+use super::grants::Grants;
 use super::push::PushLane;
 use super::pushes::{Order, push_ended};
 use super::rail::Rail;
@@ -32,6 +34,8 @@ pub(super) struct State {
     /// Control connections of new rails, on their way to the keeper.
     pub(super) sessions: Vec<Session>,
     pub(super) calls: Calls,
+    /// The grants of all rails.
+    pub(super) grants: Arc<Grants>,
     /// Calls with parts to read, oldest first.
     reads: VecDeque<u32>,
     /// Calls with parts to ask the peer for, oldest first. A line of their own: these wait for a
@@ -71,13 +75,14 @@ pub(super) struct Late {
 }
 
 impl State {
-    pub(super) fn new() -> Self {
+    pub(super) fn new(grants: Arc<Grants>) -> Self {
         Self {
             rails: Vec::new(),
             rails_wanted: 1,
             claims: Claims::default(),
             sessions: Vec::new(),
             calls: Calls::default(),
+            grants,
             reads: VecDeque::new(),
             pushes: VecDeque::new(),
             back: Vec::new(),

@@ -19,7 +19,7 @@ const BATCH: usize = 8;
 /// before. `backend` names it in the failure.
 pub(crate) fn assert_none_allocates(backend: &str, tier: &dyn ExpertTier) {
     let arena = small_arena(BATCH as u32);
-    tier.use_arena(&arena);
+    tier.use_arena(&arena).expect("it takes the arena");
     let keys: Vec<_> = tier.manifest().layout().keys().collect();
     let (queue, mut batch) = (CompletionQueue::new(), Vec::with_capacity(BATCH));
     make_room(&queue, &arena);

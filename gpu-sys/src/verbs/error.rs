@@ -142,6 +142,19 @@ impl VerbsError {
         }
     }
 
+    /// Whether fewer bytes might be registered where these cannot be, or these where others no longer
+    /// are.
+    #[must_use]
+    pub fn is_of_size(&self) -> bool {
+        match self {
+            Self::LockLimit { .. } | Self::RegionTooLong { .. } => true,
+            Self::Call { call: "ibv_reg_mr", source, .. } => {
+                matches!(source.raw_os_error(), Some(libc::ENOMEM | libc::EAGAIN))
+            }
+            _ => false,
+        }
+    }
+
     /// The error of a call that says so in `errno`.
     pub(super) fn last(call: &'static str, on: impl fmt::Display) -> Self {
         Self::Call { call, on: on.to_string(), source: io::Error::last_os_error() }

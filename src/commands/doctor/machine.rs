@@ -9,7 +9,7 @@ use expert_tier::store::ExpertStore;
 use expert_tier::uma::UmaTier;
 use expert_tier::wire::Secret;
 use gpu_sys::cuda::{self, CudaDevice, CudaError, HostMemory, HostRegistration, Probe};
-use gpu_sys::limits::{self, Bytes, LockLimit, TransparentHuge};
+use gpu_sys::limits::{self, Bytes, LockLimit, Registrations, TransparentHuge};
 use gpu_sys::pinned::{
     HUGE_PAGE_BYTES, HugePages, NumaPlacement, PageKind, PinError, PinnedOptions, PinnedPages,
 };
@@ -20,6 +20,11 @@ use crate::backend::DEFAULT_ARENA_BYTES;
 
 /// Most memory that is pinned to see whether it can be.
 const PROBE_BYTES: u64 = DEFAULT_ARENA_BYTES;
+/// Most bytes that are granted to a peer on one rail at once.
+#[cfg(metrale_rdma_verbs)]
+const GRANT_BYTES_PER_RAIL: u64 = expert_peer::GRANT_BYTES_PER_RAIL;
+#[cfg(not(metrale_rdma_verbs))]
+const GRANT_BYTES_PER_RAIL: u64 = 0;
 /// Most CUDA devices that are looked at, one after the other.
 const MAX_CUDA_DEVICES: u32 = 16;
 /// How to raise the locked-memory limit.
@@ -62,26 +67,35 @@ pub(super) fn secret(report: &mut Report, file: Option<&Path>) -> SecretState {
 }
 
 /// Locked memory against what an arena needs, and the pages that it gets. With `rails` rails each
-/// one's device registers the arena again, and each counts.
+/// one's device registers the arena again, and what the peer pushes is registered once more: the sum
+/// of [`LockLimit::room`], as for an arena that nobody has set.
 pub(super) fn memory(report: &mut Report, settings: &Settings, rails: usize) {
     let wanted_bytes = settings.arena_bytes.unwrap_or(DEFAULT_ARENA_BYTES);
-    let devices = (rails as u64).max(1);
-    let needed_bytes = wanted_bytes.saturating_mul(devices);
+    let rails = rails as u64;
+    let unpushed = Registrations { devices: rails, ..Registrations::default() };
+    let grant_bytes = rails * GRANT_BYTES_PER_RAIL;
+    let all = Registrations { grant_bytes, ..unpushed };
     let limit = LockLimit::current();
     let name = "locked memory";
     let arena = match settings.arena_bytes {
         Some(_) => "the arena of --expert-arena-bytes",
         None => "a default arena",
     };
-    let each = if devices > 1 { format!(" for each of {devices} rails") } else { String::new() };
-    let need = format!("{arena} needs {}{each}", Bytes(wanted_bytes));
+    let each = if rails > 1 { format!(" for each of {rails} rails") } else { String::new() };
+    let granted = match wanted_bytes.min(grant_bytes) {
+        0 => String::new(),
+        bytes => format!(", and up to {} for what a peer pushes", Bytes(bytes)),
+    };
+    let need = format!("{arena} needs {}{each}{granted}", Bytes(wanted_bytes));
     let limit_text = match limit.soft_bytes {
         Some(_) => format!("the limit is {limit}"),
         None => limit.to_string(),
     };
-    // Without a size set, the arena is made as small as the limit wants it.
-    let short = if settings.arena_bytes.is_some() { Status::Fail } else { Status::Warn };
-    if !limit.allows(needed_bytes) {
+    // Without a size set, the arena is made as small as the limit wants it; and fewer parts are pushed
+    // at once where there is no room for more.
+    let is_too_large = settings.arena_bytes.is_some() && !limit.holds(wanted_bytes, &unpushed);
+    let short = if is_too_large { Status::Fail } else { Status::Warn };
+    if !limit.holds(wanted_bytes, &all) {
         let found = format!("{limit_text}; {need}");
         report.say(short, name, found, RAISE_LOCK_LIMIT);
         return huge_pages(report, settings, None);
@@ -100,6 +114,10 @@ pub(super) fn memory(report: &mut Report, settings: &Settings, rails: usize) {
                 }
                 PinError::NoSuchNode { .. } => "set --expert-numa-node to one of them",
                 _ => RAISE_LOCK_LIMIT,
+            };
+            let short = match settings.arena_bytes {
+                Some(_) => Status::Fail,
+                None => Status::Warn,
             };
             report.say(short, name, format!("{need}; {error}"), fix);
             huge_pages(report, settings, None);

@@ -159,8 +159,7 @@ fn over_tcp(report: &mut Report, args: &BackendArgs, tcp: &TcpOptions) {
 
 /// Measures `tier` with an arena of its own.
 pub(super) fn measured(args: &BackendArgs, tier: &dyn ExpertTier) -> anyhow::Result<Measured> {
-    let arena = args.small_arena(tier.manifest().layout(), IN_FLIGHT_BYTES)?;
-    tier.use_arena(&arena);
+    let arena = args.small_arena(tier, IN_FLIGHT_BYTES)?;
     measure(tier, &arena)
 }
 
