@@ -114,7 +114,7 @@ pub(crate) struct BackendArgs {
 /// The flags of the rails.
 #[derive(clap::Args, Debug)]
 struct RailArgs {
-    /// RDMA device of the first rail [default: chosen] [env: METRALE_EXPERT_RDMA_DEV]
+    /// RDMA device of the first rail, or its network interface [default: chosen] [env: METRALE_EXPERT_RDMA_DEV]
     #[arg(long = "expert-rdma-dev", visible_alias = "rdma-dev", value_name = "DEV")]
     rdma_dev: Option<DeviceName>,
     /// GID index of the first rail, 0 to 255 [default: chosen] [env: METRALE_EXPERT_RDMA_GID]
@@ -124,7 +124,7 @@ struct RailArgs {
     /// [env: METRALE_EXPERT_DUAL_RAIL]
     #[arg(long = "expert-dual-rail", visible_alias = "dual-rail", value_name = "0|1")]
     dual_rail: Option<DualRail>,
-    /// RDMA device of the second rail [default: chosen] [env: METRALE_EXPERT_RAIL2_DEV]
+    /// RDMA device of the second rail, or its network interface [default: chosen] [env: METRALE_EXPERT_RAIL2_DEV]
     #[arg(long = "expert-rail2-dev", visible_alias = "rail2-dev", value_name = "DEV")]
     rail2_dev: Option<DeviceName>,
     /// GID index of the second rail, 0 to 255 [default: chosen] [env: METRALE_EXPERT_RAIL2_GID]

@@ -50,7 +50,7 @@ pub struct RunArgs {
     #[arg(long, default_value_t = 64, value_name = "N",
         value_parser = clap::value_parser!(u32).range(1..=4096))]
     max_clients: u32,
-    /// RDMA device, and GID index, to publish on; repeat it for more rails, or give `none` to serve
+    /// RDMA device or network interface, and GID index, to publish on; repeat it for more rails, or give `none` to serve
     /// over TCP alone [default: every device with an active port]
     #[cfg(metrale_rdma_verbs)]
     #[arg(long = "rail", value_name = "DEV[:GID]")]

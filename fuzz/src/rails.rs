@@ -25,6 +25,7 @@ pub fn device(name: &str, network: u8, host: u8) -> DeviceFacts {
         name: name.into(),
         node_guid: u64::from(network) << 8 | u64::from(host),
         numa_node: None,
+        interfaces: Vec::new(),
         ports: vec![port],
         initiator_depth: 16,
         responder_depth: 16,

@@ -80,7 +80,7 @@ variables! {
         "Direct reads in flight at once: more keep a fast disk busy, and delay each other.";
     EXPERT_UMA_PIECE_BYTES: "524288", "bytes, 4096-16777216 in steps of 4096",
         "Bytes of one direct read: smaller ones are checked sooner, larger ones cost less each.";
-    EXPERT_RDMA_DEV: "chosen", "device, as ibv_devices names it",
+    EXPERT_RDMA_DEV: "chosen", "device or network interface",
         "The device of the first rail; unset, one whose port is active and has an address that \
          reaches the peer.";
     EXPERT_RDMA_GID: "chosen", "GID index, 0-255",
@@ -96,7 +96,7 @@ variables! {
         "Longest wait for what flies on a rail that broke, before its queue pairs are destroyed.";
     EXPERT_DUAL_RAIL: "as many as both sides have", "1 for two, 0 for one",
         "How many rails: with 1 a client that cannot have two does not start.";
-    EXPERT_RAIL2_DEV: "chosen", "device, as ibv_devices names it",
+    EXPERT_RAIL2_DEV: "chosen", "device or network interface",
         "The device of the second rail; naming it asks for two rails.";
     EXPERT_RAIL2_GID: "chosen", "GID index, 0-255",
         "The second rail's row of its port's GID table; naming it asks for two rails.";

@@ -3,17 +3,24 @@
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use gpu_sys::verbs::{
     self, AckTimeout, Context, Destination, Library, LocalEnd, MinRnrTimer, RemoteEnd, Retries,
     VerbsError,
 };
+use rustix::net::netdevice::index_to_name;
+use rustix::net::netlink::SocketAddrNetlink;
+use rustix::net::{
+    AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, connect, recv, send, socket_with,
+};
 
 use crate::choose::{Address, RailSpec};
 use crate::facts::{DeviceFacts, Gid, GidFacts, GidKind, LinkLayer, Mtu, PortFacts, PortState};
 use crate::handshake::BringUp;
 use crate::message::{Psn, QueuePairEnd};
+use crate::route::{self, Answer, KernelRoute};
 
 /// What [`AckTimeout`] a rail's queue pairs have: 2^17 times 4.096 us, 0.54 s. It must be longer than
 /// a queue pair may wait while the rail carries what others asked for, or the device asks again for
@@ -23,6 +30,8 @@ use crate::message::{Psn, QueuePairEnd};
 const ACK_TIMEOUT: u8 = 17;
 /// Any port would do: nothing is sent there.
 const DISCARD_PORT: u16 = 9;
+/// Most bytes of the kernel's answer to a request for a route; a route's attributes take about 200.
+const ROUTE_ANSWER_BYTES: usize = 4096;
 
 /// Why devices were left out, by name: a process looks again and again while a rail is missing, and
 /// says it once.
@@ -75,6 +84,7 @@ pub fn facts(context: &Arc<Context>) -> Result<DeviceFacts, VerbsError> {
         name: context.name().to_owned(),
         node_guid: limits.node_guid,
         numa_node: context.numa_node(),
+        interfaces: context.interfaces(),
         ports: ports.collect::<Result<_, _>>()?,
         initiator_depth: depth(limits.max_qp_init_rd_atom),
         responder_depth: depth(limits.max_qp_rd_atom),
@@ -120,19 +130,48 @@ fn port(context: &Context, number: u8) -> Result<PortFacts, VerbsError> {
     })
 }
 
-/// The local address from which the kernel would send to `gid`; `None` where it has no route. A
-/// connected datagram socket is asked, and nothing is sent.
+/// The way that the kernel would send to `gid`; `None` where it has no route. Nothing is sent.
 #[must_use]
-pub fn source_towards(gid: &Gid) -> Option<IpAddr> {
+pub fn route_towards(gid: &Gid) -> Option<KernelRoute> {
     if !gid.is_routable() {
         return None;
     }
-    let any: IpAddr = match gid.ip() {
+    let socket = route_socket().ok();
+    let answer = socket.as_ref().and_then(|socket| ask_route(socket, gid.ip()));
+    let Answer { source, interface, is_local } = answer.unwrap_or_default();
+    let source = source.or_else(|| source_towards(gid.ip()))?;
+    // What goes to the host itself passes through `lo`, which is the interface of no rail.
+    let named = interface.filter(|_| !is_local).zip(socket);
+    let interface = named.and_then(|(index, socket)| index_to_name(&socket, index).ok());
+    Some(KernelRoute { source, interface })
+}
+
+/// A socket that the kernel's routing tables answer on.
+fn route_socket() -> rustix::io::Result<OwnedFd> {
+    let (family, flags) = (AddressFamily::NETLINK, SocketFlags::CLOEXEC);
+    // No protocol is number 0, `NETLINK_ROUTE`.
+    let socket = socket_with(family, SocketType::RAW, flags, None)?;
+    connect(&socket, &SocketAddrNetlink::new(0, 0))?;
+    Ok(socket)
+}
+
+/// Asks for the route to `to`. The kernel has answered when the request has been sent, so nothing is
+/// waited for.
+fn ask_route(socket: &OwnedFd, to: IpAddr) -> Option<Answer> {
+    send(socket, &route::request(to), SendFlags::empty()).ok()?;
+    let mut answer = [0; ROUTE_ANSWER_BYTES];
+    let (bytes, _) = recv(socket, &mut answer[..], RecvFlags::DONTWAIT).ok()?;
+    route::answer(answer.get(..bytes)?)
+}
+
+/// The source address of a datagram socket that is connected to `to`.
+fn source_towards(to: IpAddr) -> Option<IpAddr> {
+    let any: IpAddr = match to {
         IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
         IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
     };
     let socket = UdpSocket::bind(SocketAddr::new(any, 0)).ok()?;
-    socket.connect(SocketAddr::new(gid.ip(), DISCARD_PORT)).ok()?;
+    socket.connect(SocketAddr::new(to, DISCARD_PORT)).ok()?;
     let source = socket.local_addr().ok()?.ip();
     (!source.is_unspecified()).then_some(source)
 }
@@ -178,7 +217,7 @@ pub fn ends(
 mod tests {
     use super::*;
     use crate::message::Qpn;
-    use crate::testing::{device, gid, roce};
+    use crate::testing::{device, gid, ip, roce};
 
     #[test]
     fn a_device_that_is_left_out_is_told_once_for_each_reason() {
@@ -191,8 +230,17 @@ mod tests {
     fn an_address_that_names_no_machine_has_no_route() {
         // Loopback is no address of a rail, whatever the kernel would do.
         for address in ["::ffff:127.0.0.1", "::", "fe80::1", "ff02::1"] {
-            assert_eq!(source_towards(&gid(address)), None, "{address}");
+            assert_eq!(route_towards(&gid(address)), None, "{address}");
         }
+    }
+
+    #[test]
+    fn the_kernel_says_through_which_interface_it_would_send() {
+        let socket = route_socket().expect("the kernel has routes");
+        let own = ask_route(&socket, ip("127.0.0.1")).expect("a route to this host");
+        assert!(own.is_local && own.source == Some(ip("127.0.0.1")), "{own:?}");
+        let name = index_to_name(&socket, own.interface.expect("an interface"));
+        assert_eq!(name.as_deref(), Ok("lo"));
     }
 
     #[test]

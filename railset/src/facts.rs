@@ -276,6 +276,8 @@ pub struct DeviceFacts {
     pub node_guid: u64,
     /// The memory node it is attached to.
     pub numa_node: Option<u32>,
+    /// The network interfaces that belong to it, as far as the kernel says.
+    pub interfaces: Vec<String>,
     /// Its ports.
     pub ports: Vec<PortFacts>,
     /// Most READs that a queue pair may have outstanding as initiator (`max_qp_init_rd_atom`).
@@ -286,6 +288,17 @@ pub struct DeviceFacts {
     pub max_qp_wr: u32,
     /// Largest region that can be registered, in bytes.
     pub max_mr_size: u64,
+}
+
+impl DeviceFacts {
+    /// Whether the network interface `name` is the device's own, or has rows in a GID table of its
+    /// ports, as a VLAN above one has.
+    #[must_use]
+    pub fn has_interface(&self, name: &str) -> bool {
+        let rows = self.ports.iter().flat_map(|port| &port.gids);
+        let netdevs = rows.filter_map(|row| row.netdev.as_ref());
+        self.interfaces.iter().chain(netdevs).any(|interface| interface == name)
+    }
 }
 
 #[cfg(test)]

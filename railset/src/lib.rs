@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`facts`] | nothing: what a host has, as plain data |
 //! | [`choose`] | which device, port and GID, and why |
+//! | [`route`] | nothing: what the kernel says of the way to an address |
 //! | [`pairing`] | which of the peer's rails with which of our own |
 //! | [`message`], [`push`], [`table`], [`wire`] | the bytes of both ends' messages |
 //! | [`handshake`] | how both ends agree on queue pairs and a table |
@@ -23,6 +24,7 @@ pub mod handshake;
 pub mod message;
 pub mod pairing;
 pub mod push;
+pub mod route;
 pub mod table;
 #[cfg(test)]
 mod testing;

@@ -13,7 +13,6 @@
 mod one;
 
 use std::fmt;
-use std::net::IpAddr;
 use std::str::FromStr;
 
 use crate::choose::{
@@ -22,6 +21,7 @@ use crate::choose::{
 };
 use crate::facts::DeviceFacts;
 use crate::message::{MAX_RAILS, OfferedRail};
+use crate::route::KernelRoute;
 
 pub use one::{FailedPairs, OneWanted, pair_one};
 
@@ -168,12 +168,12 @@ pub enum OneRail {
 #[derive(Debug, thiserror::Error, Clone, PartialEq, Eq)]
 pub enum PairError {
     /// The peer's offer and the routes do not belong together; the driver's fault.
-    #[error("{offered} rails are offered and {sources} routes were looked up")]
-    Sources {
+    #[error("{offered} rails are offered and {routes} routes were looked up")]
+    Routes {
         /// Rails of the offer.
         offered: usize,
         /// Routes given.
-        sources: usize,
+        routes: usize,
     },
     /// No local rail reaches any of the peer's.
     #[error(transparent)]
@@ -249,18 +249,18 @@ impl Way<'_> {
 
 /// Pairs the peer's rails with local ones.
 ///
-/// `sources` has, for each offered rail, the local address from which the kernel would send to it,
-/// where that is known.
+/// `routes` has, for each offered rail, the way that the kernel would send to it, where that is
+/// known.
 ///
 /// # Errors
 /// [`PairError`]: no rail at all, or one where [`DualRail::Two`] was asked for.
 pub fn pair(
     offered: &[OfferedRail],
     devices: &[DeviceFacts],
-    sources: &[Option<IpAddr>],
+    routes: &[Option<KernelRoute>],
     wishes: &RailWishes,
 ) -> Result<Pairing, PairError> {
-    let pairing = pair_any(offered, devices, sources, wishes)?;
+    let pairing = pair_any(offered, devices, routes, wishes)?;
     match pairing.one_rail {
         Some(why) if wishes.dual == DualRail::Two => Err(PairError::TwoWanted(why)),
         one_rail => Ok(Pairing { one_rail, ..pairing }),
@@ -271,14 +271,14 @@ pub fn pair(
 fn pair_any(
     offered: &[OfferedRail],
     devices: &[DeviceFacts],
-    sources: &[Option<IpAddr>],
+    routes: &[Option<KernelRoute>],
     wishes: &RailWishes,
 ) -> Result<Pairing, PairError> {
-    if offered.is_empty() || sources.len() != offered.len() {
-        return Err(PairError::Sources { offered: offered.len(), sources: sources.len() });
+    if offered.is_empty() || routes.len() != offered.len() {
+        return Err(PairError::Routes { offered: offered.len(), routes: routes.len() });
     }
     let (distinct, same) = distinct(offered);
-    let surveys = |wish: &Wish| surveys(&distinct, offered, devices, sources, wish);
+    let surveys = |wish: &Wish| surveys(&distinct, offered, devices, routes, wish);
     let [wish1, wish2] = &wishes.rails;
     let surveys1 = surveys(wish1);
     let firsts = ways(&surveys1);
@@ -311,11 +311,12 @@ fn surveys(
     distinct: &[usize],
     offered: &[OfferedRail],
     devices: &[DeviceFacts],
-    sources: &[Option<IpAddr>],
+    routes: &[Option<KernelRoute>],
     wish: &Wish,
 ) -> Vec<(usize, Survey)> {
-    let survey =
-        |at: usize| (at, Survey::of(devices, wish, Some(&offered[at].target()), sources[at]));
+    let survey = |at: usize| {
+        (at, Survey::of(devices, wish, Some(&offered[at].target()), routes[at].as_ref()))
+    };
     distinct.iter().map(|at| survey(*at)).collect()
 }
 

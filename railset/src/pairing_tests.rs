@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::facts::{LinkLayer, Mtu, PortState};
-use crate::testing::{device, gid, ip, roce};
+use crate::testing::{device, gid, roce, via};
 
 pub(super) fn offered(index: u8, node_guid: u64, address: &str) -> OfferedRail {
     OfferedRail {
@@ -30,8 +30,8 @@ pub(super) fn hosts() -> Vec<DeviceFacts> {
     ]
 }
 
-pub(super) fn routed() -> Vec<Option<IpAddr>> {
-    vec![Some(ip("10.1.0.1")), Some(ip("10.2.0.1"))]
+pub(super) fn routed() -> Vec<Option<KernelRoute>> {
+    vec![Some(via("10.1.0.1")), Some(via("10.2.0.1"))]
 }
 
 pub(super) fn wishes(dual: DualRail, first: &str, second: &str) -> RailWishes {
@@ -126,7 +126,7 @@ fn one_rail_on_either_side_is_one_rail() {
 
 #[test]
 fn a_second_rail_without_a_route_is_used_only_when_asked_for() {
-    let sources = [Some(ip("10.1.0.1")), Some(ip("192.168.1.7"))];
+    let sources = [Some(via("10.1.0.1")), Some(via("192.168.1.7"))];
     let pairing = pair(&offers(), &hosts(), &sources, &auto("", "")).unwrap();
     is(&pairing, &[(0, "rxe0")]);
     assert_eq!(pairing.one_rail, Some(OneRail::NotRouted));
@@ -139,7 +139,7 @@ fn a_lost_route_leads_no_rail_from_the_peers_own_port() {
     let mut hosts = hosts();
     hosts.insert(0, device("peer0", 11, vec![roce("v0p", &["::ffff:10.1.0.2"])]));
     hosts.insert(1, device("peer1", 12, vec![roce("v1p", &["::ffff:10.2.0.2"])]));
-    let sources = [Some(ip("10.1.0.2")), Some(ip("10.2.0.1"))];
+    let sources = [Some(via("10.1.0.2")), Some(via("10.2.0.1"))];
     let pairing = pair(&offers(), &hosts, &sources, &auto("", "")).unwrap();
     let own = |pair: &RailPair| pair.local.spec.gid == pair.offered.gid;
     assert!(!pairing.pairs.iter().any(own), "{pairing}");
@@ -155,7 +155,7 @@ fn two_rails_in_one_subnet_are_told_apart() {
         device("a", 1, vec![roce("v0", &["::ffff:10.1.0.1"])]),
         device("b", 2, vec![roce("v1", &["::ffff:10.1.0.2"])]),
     ];
-    let sources = [Some(ip("10.1.0.1")); 2];
+    let sources = [Some(via("10.1.0.1")), Some(via("10.1.0.1"))];
     is(&pair(&offers, &hosts, &sources, &auto("", "")).unwrap(), &[(0, "a"), (1, "b")]);
 }
 
@@ -178,7 +178,7 @@ fn errors_name_the_rail_they_are_about() {
     let error = pair(&offers(), &hosts(), &routed(), &two).unwrap_err().to_string();
     assert!(error.contains("METRALE_EXPERT_RAIL2_DEV names \"gone\""), "{error}");
     let error = pair(&offers(), &hosts(), &routed()[..1], &auto("", "")).unwrap_err();
-    assert_eq!(error, PairError::Sources { offered: 2, sources: 1 });
+    assert_eq!(error, PairError::Routes { offered: 2, routes: 1 });
     let error = pair(&offers(), &[], &routed(), &auto("", "")).unwrap_err();
     assert_eq!(error, PairError::Choose(ChooseError::NoDevice));
 }
@@ -231,7 +231,7 @@ fn the_worse_of_two_routes_decides() {
         device("both", 1, vec![roce("v0", &["::ffff:10.1.0.1", "fd00::1"])]),
         device("v4", 2, vec![roce("v1", &["::ffff:10.1.0.9"])]),
     ];
-    let sources = [Some(ip("10.1.0.1")), Some(ip("fd00::1")), Some(ip("192.168.1.7"))];
+    let sources = [Some(via("10.1.0.1")), Some(via("fd00::1")), Some(via("192.168.1.7"))];
     let pairing = pair(&offers, &hosts, &sources, &auto("", "")).unwrap();
     let mut found = names(&pairing);
     found.sort();

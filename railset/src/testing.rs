@@ -3,6 +3,7 @@
 use std::net::{IpAddr, Ipv6Addr};
 
 use crate::facts::{DeviceFacts, Gid, GidFacts, GidKind, LinkLayer, Mtu, PortFacts, PortState};
+use crate::route::KernelRoute;
 
 pub(crate) fn gid(text: &str) -> Gid {
     Gid(text.parse::<Ipv6Addr>().unwrap().octets())
@@ -10,6 +11,11 @@ pub(crate) fn gid(text: &str) -> Gid {
 
 pub(crate) fn ip(text: &str) -> IpAddr {
     text.parse().unwrap()
+}
+
+/// A route of which the source address alone is known.
+pub(crate) fn via(text: &str) -> KernelRoute {
+    ip(text).into()
 }
 
 fn port(link_layer: LinkLayer, kind: GidKind, addresses: &[&str]) -> PortFacts {
@@ -53,6 +59,7 @@ pub(crate) fn device(name: &str, node_guid: u64, ports: Vec<PortFacts>) -> Devic
         name: name.into(),
         node_guid,
         numa_node: None,
+        interfaces: Vec::new(),
         ports,
         initiator_depth: 16,
         responder_depth: 16,

@@ -7,10 +7,11 @@ use std::net::IpAddr;
 
 use gpu_sys::verbs::Library;
 use railset::choose::{Routed, Wish};
-use railset::driver::{devices as read_devices, source_towards};
+use railset::driver::{devices as read_devices, route_towards};
 use railset::facts::{DeviceFacts, Gid, GidKind, LinkLayer, PortState};
 use railset::handshake::peer::PeerRails;
 use railset::pairing::{RailWishes, pair, serve_rails};
+use railset::route::KernelRoute;
 
 fn devices() -> Vec<DeviceFacts> {
     let library = Library::open().expect("libibverbs");
@@ -48,9 +49,12 @@ fn each_rail_leaves_from_the_port_that_the_kernel_would_use() {
     let specs: Vec<_> = rails.into_iter().map(|rail| rail.spec).collect();
     let offer = PeerRails::new(&specs, 4, 1, 1, 4096, None).offer().clone();
     let peers: Vec<Gid> = offer.rails.iter().map(|rail| rail.gid).collect();
-    let sources: Vec<_> = peers.iter().map(source_towards).collect();
-    assert_eq!(sources, [Some(ip("10.1.0.1")), Some(ip("10.2.0.1"))]);
-    let pairing = pair(&offer.rails, &devices, &sources, &RailWishes::default()).unwrap();
+    let routes: Vec<_> = peers.iter().map(route_towards).collect();
+    let route = |source, interface: &str| {
+        Some(KernelRoute { source: ip(source), interface: Some(interface.into()) })
+    };
+    assert_eq!(routes, [route("10.1.0.1", "v0"), route("10.2.0.1", "v1")]);
+    let pairing = pair(&offer.rails, &devices, &routes, &RailWishes::default()).unwrap();
     println!("{pairing}");
     let local: Vec<_> = pairing.pairs.iter().map(|pair| &*pair.local.spec.device).collect();
     assert_eq!(local, ["rxe0", "rxe1"]);

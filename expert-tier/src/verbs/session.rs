@@ -194,10 +194,10 @@ impl Opening<'_> {
                 }
                 ClientAction::FindRoutes(gids) => {
                     let facts = self.desk.devices.facts()?;
-                    let sources: Vec<_> = gids.iter().map(driver::source_towards).collect();
+                    let routes: Vec<_> = gids.iter().map(driver::route_towards).collect();
                     // What the other rail takes is looked up as late as can be.
                     self.machine.carry(Carry::One(self.desk.wanted(self.slot)));
-                    let paired = self.machine.on_routes(&facts, &sources);
+                    let paired = self.machine.on_routes(&facts, &routes);
                     if paired.is_ok() {
                         self.claim()?;
                     }

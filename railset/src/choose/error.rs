@@ -35,13 +35,16 @@ pub enum ChooseError {
         gid_knob: &'static str,
     },
     /// The named device is not there.
-    #[error("{knob} names {wished:?}, which is not there; there are: {there}")]
+    #[error(
+        "{knob} names {wished:?}, which is neither an RDMA device nor a network interface of one; \
+         there are: {there}"
+    )]
     WishedDeviceMissing {
         /// The name.
         wished: String,
         /// The setting.
         knob: &'static str,
-        /// The devices there are.
+        /// The devices there are, with their interfaces.
         there: String,
     },
     /// The named device has no active port.

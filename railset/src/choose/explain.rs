@@ -12,6 +12,9 @@ pub enum Reason {
     /// The user named another device.
     #[error("another device is wished")]
     OtherDeviceWished,
+    /// The user named an interface, and this row is of another.
+    #[error("another interface is wished")]
+    OtherInterfaceWished,
     /// The port carries no data.
     #[error("the port is {0}")]
     Port(PortState),
@@ -66,6 +69,8 @@ pub enum Routed {
     Source,
     /// It is on the interface that the route leaves from.
     Netdev,
+    /// Its address is the route's source, but the route uses another interface.
+    SourceElsewhere,
     /// The route is not known.
     Unknown,
     /// The route leaves from another RDMA port.
@@ -81,6 +86,9 @@ impl fmt::Display for Routed {
         f.write_str(match self {
             Self::Source => "its address is the source of the route to the peer",
             Self::Netdev => "it is on the interface of the route to the peer",
+            Self::SourceElsewhere => {
+                "its address is the source of the route to the peer, which uses another interface"
+            }
             Self::Unknown => "it is the first usable one",
             Self::OtherPort => "the route to the peer leaves from another RDMA port",
             Self::Elsewhere => {

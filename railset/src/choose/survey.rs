@@ -1,12 +1,13 @@
 //! All GIDs of a host, judged for one rail.
 
-use std::net::IpAddr;
+use std::collections::BTreeSet;
 
 use super::error::ChooseError;
 use super::explain::{Choice, Explanation, PassedOver, Reason, Routed, listed};
 use super::spec::{RailSpec, Target};
 use super::wish::{Asker, Wish};
 use crate::facts::{DeviceFacts, Family, Gid, GidFacts, GidKind, LinkLayer, PortFacts, PortState};
+use crate::route::KernelRoute;
 
 /// A usable GID and its place among the others.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -36,12 +37,12 @@ impl Survey {
         devices: &[DeviceFacts],
         wish: &Wish,
         target: Option<&Target>,
-        source: Option<IpAddr>,
+        route: Option<&KernelRoute>,
     ) -> Self {
-        let route = Route::of(devices, target, source);
+        let (route, interface) = (Route::of(devices, target, route), wish.interface(devices));
         let mut survey = Self { usable: Vec::new(), passed: Vec::new() };
         for (position, device) in devices.iter().enumerate() {
-            if wish.device.as_ref().is_some_and(|wished| *wished != device.name) {
+            if !wish.is_for(device, devices) {
                 survey.pass(device, None, None, Reason::OtherDeviceWished);
                 continue;
             }
@@ -54,7 +55,11 @@ impl Survey {
                     survey.pass(device, Some(port), None, Reason::NoGid);
                 }
                 for gid in &port.gids {
-                    match judge(port, gid, wish, target) {
+                    // A row without an interface belongs to its device's.
+                    let netdev = gid.netdev.as_deref().filter(|_| interface.is_some());
+                    let other = netdev.is_some() && netdev != interface;
+                    let other = other.then_some(Reason::OtherInterfaceWished);
+                    match other.or_else(|| judge(port, gid, wish, target)) {
                         Some(reason) => survey.pass(device, Some(port), Some(gid), reason),
                         None => survey.usable.push(Candidate {
                             rank: Rank {
@@ -116,8 +121,8 @@ impl Survey {
         let judged: Vec<_> = self.passed.iter().filter(|p| p.gid.is_some()).collect();
         let ports = listed(&with(|reason| matches!(reason, Reason::Port(_))));
         if let Some(wished) = wish.device.clone() {
-            if !devices.iter().any(|device| device.name == wished) {
-                let names: Vec<_> = devices.iter().map(|device| &device.name).collect();
+            if !devices.iter().any(|device| wish.is_for(device, devices)) {
+                let names: Vec<_> = devices.iter().map(names).collect();
                 return ChooseError::WishedDeviceMissing { wished, knob, there: listed(&names) };
             }
             if judged.is_empty() && with(|reason| *reason == Reason::NoGid).is_empty() {
@@ -137,7 +142,12 @@ impl Survey {
             let reasons = listed(&reasons);
             return ChooseError::WishedGidUnusable { wished, knob: gid_knob, reasons, there };
         }
-        let unfit = with(|reason| !matches!(reason, Reason::Port(_) | Reason::OtherDeviceWished));
+        let unfit = with(|reason| {
+            !matches!(
+                reason,
+                Reason::Port(_) | Reason::OtherDeviceWished | Reason::OtherInterfaceWished
+            )
+        });
         let there = listed(&unfit);
         if unfit.iter().all(|passed| passed.reason == Reason::LinkLocal) {
             return ChooseError::OnlyLinkLocal { there };
@@ -150,34 +160,52 @@ impl Survey {
 struct Route<'a> {
     /// Where it leads, if that is known.
     peer: Option<Gid>,
-    source: Option<IpAddr>,
-    /// The interface of the source address; `None` where no RDMA port has that address.
+    route: Option<&'a KernelRoute>,
+    /// The interface that the route uses, or else that of the first GID with the source address;
+    /// `None` where neither is known.
     netdev: Option<&'a str>,
     is_rdma: bool,
 }
 
 impl<'a> Route<'a> {
-    fn of(devices: &'a [DeviceFacts], target: Option<&Target>, source: Option<IpAddr>) -> Self {
-        let ports = devices.iter().flat_map(|device| &device.ports);
-        let mut gids = ports.flat_map(|port| &port.gids);
-        let found = gids.find(|gid| source == Some(gid.gid.ip()));
-        let netdev = found.and_then(|gid| gid.netdev.as_deref());
+    fn of(
+        devices: &'a [DeviceFacts],
+        target: Option<&Target>,
+        route: Option<&'a KernelRoute>,
+    ) -> Self {
+        let ports = || devices.iter().flat_map(|device| &device.ports);
+        let gids = || ports().flat_map(|port| &port.gids);
+        let source = route.map(|route| route.source);
+        let found = gids().find(|gid| source == Some(gid.gid.ip()));
+        let interface = route.and_then(|route| route.interface.as_deref());
+        let netdev = interface.or_else(|| found.and_then(|gid| gid.netdev.as_deref()));
         let peer = target.map(|target| target.gid);
-        Self { peer, source, netdev, is_rdma: found.is_some() }
+        let is_on_route = |gid: &GidFacts| netdev.is_some() && gid.netdev.as_deref() == netdev;
+        let is_rdma = found.is_some() || gids().any(is_on_route);
+        Self { peer, route, netdev, is_rdma }
     }
 
     fn relation(&self, port: &PortFacts, gid: &GidFacts) -> Routed {
         if port.gids.iter().any(|own| self.peer == Some(own.gid)) {
             return Routed::PeersOwn;
         }
-        let Some(source) = self.source else { return Routed::Unknown };
-        if gid.gid.ip() == source {
+        let Some(route) = self.route else { return Routed::Unknown };
+        // A row without an interface is held against its address alone.
+        let is_source = gid.gid.ip() == route.source;
+        let is_elsewhere = gid.netdev.is_some()
+            && route.interface.is_some()
+            && gid.netdev.as_deref() != route.interface.as_deref();
+        if is_source && !is_elsewhere {
             return Routed::Source;
         }
         if self.netdev.is_some() && self.netdev == gid.netdev.as_deref() {
             return Routed::Netdev;
         }
-        if self.is_rdma { Routed::OtherPort } else { Routed::Elsewhere }
+        match (is_source, self.is_rdma) {
+            (true, _) => Routed::SourceElsewhere,
+            (false, true) => Routed::OtherPort,
+            (false, false) => Routed::Elsewhere,
+        }
     }
 }
 
@@ -211,11 +239,22 @@ fn spec(device: &DeviceFacts, port: &PortFacts, gid: &GidFacts) -> RailSpec {
     }
 }
 
+/// A device's name, and those of its interfaces in brackets.
+fn names(device: &DeviceFacts) -> String {
+    let rows = device.ports.iter().flat_map(|port| &port.gids);
+    let netdevs = rows.filter_map(|row| row.netdev.as_ref()).chain(&device.interfaces);
+    let interfaces: BTreeSet<&str> = netdevs.map(String::as_str).collect();
+    match interfaces.is_empty() {
+        true => device.name.clone(),
+        false => format!("{} ({})", device.name, Vec::from_iter(interfaces).join(", ")),
+    }
+}
+
 /// Every GID of the wished device, or of all.
 fn all_gids(devices: &[DeviceFacts], wish: &Wish) -> Vec<String> {
     let mut all = Vec::new();
     for device in devices {
-        if wish.device.as_ref().is_some_and(|wished| *wished != device.name) {
+        if !wish.is_for(device, devices) {
             continue;
         }
         for port in &device.ports {

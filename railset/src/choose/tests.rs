@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::facts::{GidKind, LinkLayer, PortState};
-use crate::testing::{device, ethernet, gid, infiniband, ip, roce};
+use crate::testing::{device, ethernet, gid, infiniband, roce, via};
 
 /// A RoCE port as Linux shows it: link-local and IPv4, each as RoCEv1 and RoCEv2.
 fn usual() -> Vec<DeviceFacts> {
@@ -28,8 +28,8 @@ fn wish(text: &str) -> Wish {
 }
 
 fn chosen(devices: &[DeviceFacts], wish: &Wish, peer: &str, source: Option<&str>) -> Choice {
-    let (target, source) = (roce_peer(peer), source.map(ip));
-    choose(devices, Asker::Rail1, wish, Some(&target), source).unwrap()
+    let (target, route) = (roce_peer(peer), source.map(via));
+    choose(devices, Asker::Rail1, wish, Some(&target), route.as_ref()).unwrap()
 }
 
 fn refused(devices: &[DeviceFacts], wish: &Wish, asker: Asker) -> ChooseError {
@@ -60,6 +60,51 @@ fn the_address_of_the_route_is_preferred_then_its_interface() {
     let choice = chosen(&devices, &Wish::default(), "::ffff:10.2.0.2", Some("10.2.0.1"));
     assert_eq!((&*choice.spec.device, choice.spec.gid_index), ("rxe1", 1));
     assert_eq!(choice.explanation.routed, Routed::Netdev);
+}
+
+/// A VLAN above the port's interface has the same address, and its row comes first.
+#[test]
+fn an_address_that_is_there_twice_is_taken_on_the_routes_own_interface() {
+    let mut port = roce("v0", &["fe80::1", "::ffff:10.1.0.1", "::ffff:10.1.0.1"]);
+    port.gids[1].netdev = Some("v0.100".into());
+    let devices = vec![device("rxe0", 1, vec![port])];
+    let taken = |interface: Option<&str>| {
+        let route = KernelRoute { interface: interface.map(Into::into), ..via("10.1.0.1") };
+        let peer = roce_peer("::ffff:10.1.0.2");
+        let choice = choose(&devices, Asker::Rail1, &wish("rxe0"), Some(&peer), Some(&route));
+        let Choice { spec, explanation } = choice.unwrap();
+        (spec.gid_index, explanation.routed)
+    };
+    assert_eq!(taken(Some("v0")), (2, Routed::Source));
+    assert_eq!(taken(Some("v0.100")), (1, Routed::Source));
+    assert_eq!(taken(None), (1, Routed::Source), "a kernel that says no more");
+    assert_eq!(taken(Some("eth7")), (1, Routed::SourceElsewhere));
+}
+
+#[test]
+fn a_wish_may_name_an_interface_and_a_devices_name_goes_first() {
+    let mut port = roce("v0", &["::ffff:10.1.0.1", "::ffff:10.9.0.1"]);
+    port.gids[0].netdev = Some("v0.100".into());
+    let mut devices = two();
+    devices[0].ports[0] = port;
+    let taken = |devices: &[DeviceFacts], name| {
+        let choice = chosen(devices, &wish(name), "::ffff:10.7.0.2", None);
+        (choice.spec.device, choice.spec.gid_index)
+    };
+    assert_eq!(taken(&devices, "v1"), ("rxe1".into(), 1));
+    assert_eq!(taken(&devices, "v0"), ("rxe0".into(), 1), "the row of that interface");
+    assert_eq!(taken(&devices, "v0.100"), ("rxe0".into(), 0));
+    assert_eq!(taken(&devices, "v1:1"), ("rxe1".into(), 1));
+    devices[1].name = "v0".into();
+    assert_eq!(taken(&devices, "v0"), ("v0".into(), 1), "a device of that name");
+    // An interface without an address is known by its device.
+    devices[1].ports[0].state = PortState::Down;
+    devices[1].ports[0].gids.clear();
+    devices[1].interfaces.push("ib0".into());
+    let error = refused(&devices, &wish("ib0"), Asker::Peer).to_string();
+    assert!(error.contains("\"ib0\", whose port is not active: v0 port 1"), "{error}");
+    let error = refused(&devices, &wish("ib1"), Asker::Peer).to_string();
+    assert!(error.contains("there are: rxe0 (v0, v0.100); v0 (ib0)"), "{error}");
 }
 
 #[test]
@@ -152,7 +197,7 @@ fn a_wish_is_kept_or_refused_with_what_there_is() {
     assert!(choice.to_string().contains("device and GID as wished"), "{choice}");
     let error = refused(&two(), &wish("mlx5_0"), Asker::Rail1).to_string();
     assert!(error.contains("METRALE_EXPERT_RDMA_DEV names \"mlx5_0\""), "{error}");
-    assert!(error.contains("there are: rxe0; rxe1"), "{error}");
+    assert!(error.contains("there are: rxe0 (v0); rxe1 (v1)"), "{error}");
     let error = refused(&two(), &wish("rxe0:3"), Asker::Rail1).to_string();
     assert!(error.contains("METRALE_EXPERT_RDMA_GID names GID 3"), "{error}");
     assert!(error.contains("rxe0 port 1 GID 1 ::ffff:10.1.0.1 RoCEv2"), "{error}");

@@ -2,12 +2,13 @@
 
 use std::str::FromStr;
 
+use crate::facts::DeviceFacts;
 use crate::message::MAX_NAME_BYTES;
 
 /// What the user wants of a rail; whatever is not given is chosen.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Wish {
-    /// The device's name.
+    /// The name of a device, or of a network interface of one; a device's name goes first.
     pub device: Option<String>,
     /// The index in a port's GID table.
     pub gid_index: Option<u8>,
@@ -19,11 +20,31 @@ impl Wish {
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }
+
+    /// The network interface that is wished for: a name that none of `devices` has.
+    #[must_use]
+    pub fn interface(&self, devices: &[DeviceFacts]) -> Option<&str> {
+        let name = self.device.as_deref()?;
+        (!devices.iter().any(|device| device.name == name)).then_some(name)
+    }
+
+    /// Whether `device`, one of `devices`, may carry the rail.
+    #[must_use]
+    pub fn is_for(&self, device: &DeviceFacts, devices: &[DeviceFacts]) -> bool {
+        match (&self.device, self.interface(devices)) {
+            (None, _) => true,
+            (_, Some(interface)) => device.has_interface(interface),
+            (Some(name), None) => *name == device.name,
+        }
+    }
 }
 
-/// A text that is not `DEV[:GID]`.
+/// A text that is not `DEV[:GID]`, where `DEV` is a device or a network interface.
 #[derive(Debug, thiserror::Error, Clone, PartialEq, Eq)]
-#[error("{reason}; a rail is DEV or DEV:GID, as in mlx5_0:3, with a GID index of 0 to 255")]
+#[error(
+    "{reason}; a rail is DEV or DEV:GID, as in mlx5_0:3, with the name of an RDMA device or of its network \
+     interface, and a GID index of 0 to 255"
+)]
 pub struct WishError {
     reason: String,
 }

@@ -1,6 +1,5 @@
 //! The client's side.
 
-use std::net::IpAddr;
 use std::sync::Arc;
 
 use super::{BringUp, HandshakeError, decoded, made};
@@ -14,6 +13,7 @@ use crate::message::{
 use crate::pairing::{
     OneRail, OneWanted, PairError, Pairing, RailPair, RailWishes, pair, pair_one,
 };
+use crate::route::KernelRoute;
 use crate::table::{CheckedTable, LayerShape, Table};
 
 /// Which of its rails a client wants to carry over one connection.
@@ -53,11 +53,11 @@ impl ClientSettings {
         &self,
         offered: &[OfferedRail],
         devices: &[DeviceFacts],
-        sources: &[Option<IpAddr>],
+        routes: &[Option<KernelRoute>],
     ) -> Result<Pairing, PairError> {
         match &self.carry {
-            Carry::All => pair(offered, devices, sources, &self.wishes),
-            Carry::One(wanted) => pair_one(offered, devices, sources, &self.wishes, wanted),
+            Carry::All => pair(offered, devices, routes, &self.wishes),
+            Carry::One(wanted) => pair_one(offered, devices, routes, &self.wishes, wanted),
         }
     }
 }
@@ -273,18 +273,22 @@ impl ClientRails {
         Ok(vec![ClientAction::FindRoutes(gids)])
     }
 
-    /// Takes what this host has, and the local address for each GID of the
+    /// Takes what this host has, and the kernel's route to each GID of the
     /// [`FindRoutes`](ClientAction::FindRoutes), where there is one.
     ///
     /// # Errors
     /// No rails can be paired, with the reason; or the call was not due.
-    pub fn on_routes(&mut self, devices: &[DeviceFacts], sources: &[Option<IpAddr>]) -> Actions {
+    pub fn on_routes(
+        &mut self,
+        devices: &[DeviceFacts],
+        routes: &[Option<KernelRoute>],
+    ) -> Actions {
         let expected = self.waits_for().name();
         let State::Routes(offer) = std::mem::replace(&mut self.state, State::Failed) else {
             return Err(HandshakeError::Driver { called: "on_routes", expected });
         };
         self.spill = offer.spill;
-        let Pairing { pairs, one_rail } = self.settings.pairing(&offer.rails, devices, sources)?;
+        let Pairing { pairs, one_rail } = self.settings.pairing(&offer.rails, devices, routes)?;
         self.one_rail = one_rail;
         let wanted = self.settings.queue_pairs.clamp(1, MAX_QPS_PER_RAIL as u8);
         let wanted = wanted.saturating_add(u8::from(self.spill.is_some()));

@@ -10,8 +10,6 @@
 //! another. So a rail whose way is broken finds another one, and little time goes to ways that the
 //! routes say are none.
 
-use std::net::IpAddr;
-
 use super::{
     DualRail, OneRail, PairError, Pairing, RailEnds, RailPair, RailWishes, Way, distinct, no_way,
     pair_any, surveys, ways,
@@ -19,6 +17,7 @@ use super::{
 use crate::choose::{Asker, Routed};
 use crate::facts::DeviceFacts;
 use crate::message::OfferedRail;
+use crate::route::KernelRoute;
 
 /// Most failures that are remembered: twice around the pairs of two ports at each end.
 const MOST_FAILED: usize = 16;
@@ -70,7 +69,7 @@ pub struct OneWanted {
 struct Sides<'a> {
     offered: &'a [OfferedRail],
     devices: &'a [DeviceFacts],
-    sources: &'a [Option<IpAddr>],
+    routes: &'a [Option<KernelRoute>],
     wishes: &'a RailWishes,
 }
 
@@ -85,13 +84,13 @@ struct Sides<'a> {
 pub fn pair_one(
     offered: &[OfferedRail],
     devices: &[DeviceFacts],
-    sources: &[Option<IpAddr>],
+    routes: &[Option<KernelRoute>],
     wishes: &RailWishes,
     wanted: &OneWanted,
 ) -> Result<Pairing, PairError> {
-    let sides = Sides { offered, devices, sources, wishes };
-    let both = pair_any(offered, devices, sources, wishes);
-    if let Err(error @ PairError::Sources { .. }) = both {
+    let sides = Sides { offered, devices, routes, wishes };
+    let both = pair_any(offered, devices, routes, wishes);
+    if let Err(error @ PairError::Routes { .. }) = both {
         return Err(error);
     }
     let planned = sides.planned(&both);
@@ -146,7 +145,7 @@ impl Sides<'_> {
             _ => (Asker::Rail2, &self.wishes.rails[1]),
         };
         let (distinct, _) = distinct(self.offered);
-        let surveys = surveys(&distinct, self.offered, self.devices, self.sources, wish);
+        let surveys = surveys(&distinct, self.offered, self.devices, self.routes, wish);
         let mut left = ways(&surveys);
         if left.is_empty() {
             return Err(no_way(&surveys, self.devices, asker, wish).into());

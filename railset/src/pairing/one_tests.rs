@@ -3,7 +3,7 @@
 use super::super::tests::{auto, hosts, offered, offers, routed, wishes};
 use super::*;
 use crate::facts::PortState;
-use crate::testing::{device, ip, roce};
+use crate::testing::{device, roce, via};
 
 /// Offered index and local device of the pair for rail `rail_index`, or why there is none.
 fn chosen(
@@ -120,7 +120,7 @@ fn one_rail_alone_goes_from_a_pair_that_failed_to_the_next_and_back() {
 fn order(
     offers: &[OfferedRail],
     hosts: &[DeviceFacts],
-    sources: &[Option<IpAddr>],
+    sources: &[Option<KernelRoute>],
     attempts: usize,
 ) -> Vec<(u8, String)> {
     let one = wishes(DualRail::One, "", "");
@@ -152,7 +152,7 @@ fn in_one_subnet_every_pair_has_its_turn() {
         device("b", 2, vec![roce("v1", &["::ffff:10.1.0.2"])]),
     ];
     // The kernel prefers one address for both.
-    let mut tried = order(&offers, &hosts, &[Some(ip("10.1.0.1")); 2], 10);
+    let mut tried = order(&offers, &hosts, &[Some(via("10.1.0.1")), Some(via("10.1.0.1"))], 10);
     tried.sort();
     tried.dedup();
     assert_eq!(tried.len(), 4, "{tried:?}");
@@ -160,7 +160,7 @@ fn in_one_subnet_every_pair_has_its_turn() {
 
 #[test]
 fn a_rail_without_a_route_is_the_last_resort_of_rail_0_and_none_of_rail_1() {
-    let sources = [Some(ip("10.1.0.1")), Some(ip("192.168.1.7"))];
+    let sources = [Some(via("10.1.0.1")), Some(via("192.168.1.7"))];
     let chosen = |wishes: &RailWishes, rail_index, taken: &[RailEnds]| {
         let wanted =
             OneWanted { rail_index, taken: taken.to_vec(), failed: FailedPairs::default() };

@@ -11,6 +11,7 @@ use railset::handshake::peer::{PeerAction, PeerHandshake, PeerRails, PeerWaits};
 use railset::handshake::{BringUp, HandshakeError};
 use railset::message::{Kind, Psn, Qpn, QueuePairEnd, SpillTerms, TableAck};
 use railset::pairing::serve_rails;
+use railset::route::KernelRoute;
 use railset::table::{Column, LayerShape, LayerTable, SPILLED, Table};
 
 /// More than any run takes.
@@ -116,6 +117,7 @@ pub(crate) fn device(name: &str, node_guid: u64, address: &str) -> DeviceFacts {
         name: name.into(),
         node_guid,
         numa_node: None,
+        interfaces: Vec::new(),
         ports: vec![port],
         initiator_depth: 16,
         responder_depth: 16,
@@ -262,8 +264,9 @@ impl World {
                     self.to_peer.send(kind, &body);
                 }
                 ClientAction::FindRoutes(gids) => {
-                    let sources: Vec<Option<IpAddr>> = gids.iter().map(source).collect();
-                    let actions = self.client.on_routes(&self.devices, &sources)?;
+                    let route = |gid| source(gid).map(KernelRoute::from);
+                    let routes: Vec<_> = gids.iter().map(route).collect();
+                    let actions = self.client.on_routes(&self.devices, &routes)?;
                     self.client_does(actions)?;
                 }
                 ClientAction::CreateQueuePairs(creates) => {

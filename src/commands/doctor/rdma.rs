@@ -148,7 +148,8 @@ fn check_port(report: &mut Report, settings: &Settings, device: &Device, port: &
     let interface = named.or_else(|| device.context.interfaces().into_iter().next());
     let interface = interface.unwrap_or_else(|| "INTERFACE".into());
     if port.state != PortState::Active {
-        let is_wished = |wish: &Wish| wish.device.as_deref() == Some(&device.facts.name);
+        let facts = std::slice::from_ref(&device.facts);
+        let is_wished = |wish: &Wish| wish.device.is_some() && wish.is_for(&facts[0], facts);
         let wished = settings.wishes.rails.iter().any(is_wished);
         let status = if wished { Status::Fail } else { Status::Warn };
         return report.say(status, name, found, state_fix(port, &interface));
@@ -321,6 +322,7 @@ mod tests {
             name: name.into(),
             node_guid,
             numa_node: None,
+            interfaces: Vec::new(),
             ports: vec![PortFacts {
                 number: 1,
                 state: PortState::Active,
