@@ -55,6 +55,17 @@ pub struct RunArgs {
     #[cfg(metrale_rdma_verbs)]
     #[arg(long = "rail", value_name = "DEV[:GID]")]
     rails: Vec<String>,
+    /// Do not start unless a rail can be served. Otherwise a peer whose ports are down serves over TCP
+    /// and offers rails when ports come up [env: METRALE_REQUIRE_RAILS, 1 or 0]
+    #[cfg(metrale_rdma_verbs)]
+    #[arg(long)]
+    require_rails: bool,
+    /// From one look for RDMA devices that came or went to the next, 10 to 600000 ms; events of the
+    /// devices are followed at once
+    #[cfg(metrale_rdma_verbs)]
+    #[arg(long, default_value_t = 1000, value_name = "MS",
+        value_parser = clap::value_parser!(u64).range(10..=600_000))]
+    survey_ms: u64,
     /// Most memory for the records that clients READ, as in 64GiB, room for one at least; the other
     /// records lie on disk alone and are sent when they are asked for. Of no use without rails: TCP
     /// serves every record from disk [default: all records, or as many as memory and limits allow]
@@ -235,6 +246,10 @@ fn options(args: &RunArgs) -> anyhow::Result<PeerOptions> {
         #[cfg(metrale_rdma_verbs)]
         rails: rails(&args.rails)?,
         #[cfg(metrale_rdma_verbs)]
+        require_rails: require_rails(args)?,
+        #[cfg(metrale_rdma_verbs)]
+        survey: Duration::from_millis(args.survey_ms),
+        #[cfg(metrale_rdma_verbs)]
         dram_budget: args.dram_budget.map(|budget| budget.0),
         #[cfg(metrale_rdma_verbs)]
         push: args.push.options(),
@@ -267,6 +282,25 @@ fn hold_against_no_rails(args: &RunArgs) -> Result<(), UsageError> {
         }
         None => Ok(()),
     }
+}
+
+/// Whether a rail is required, by the flag or the variable.
+#[cfg(metrale_rdma_verbs)]
+fn require_rails(args: &RunArgs) -> Result<bool, UsageError> {
+    let variable = env::REQUIRE_RAILS.read::<u8>().map_err(UsageError::new)?;
+    let required = match variable {
+        None | Some(0) => args.require_rails,
+        Some(1) => true,
+        Some(other) => {
+            let name = env::REQUIRE_RAILS.name;
+            return Err(UsageError(format!("{name}={other}: it takes 1 or 0")));
+        }
+    };
+    if required && args.rails == ["none"] {
+        let error = "--require-rails (METRALE_REQUIRE_RAILS) does not go with --rail none";
+        return Err(UsageError(error.into()));
+    }
+    Ok(required)
 }
 
 #[cfg(metrale_rdma_verbs)]

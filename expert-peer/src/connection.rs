@@ -74,6 +74,12 @@ enum End {
     #[error("this peer publishes no rails: records come over TCP alone")]
     NoRails,
     #[cfg(metrale_rdma_verbs)]
+    #[error(
+        "this peer can serve no rail at the moment: none of its RDMA ports is up with an address \
+         that clients can reach; `metrale doctor` at the peer says which and why"
+    )]
+    NoRailNow,
+    #[cfg(metrale_rdma_verbs)]
     #[error("{0}")]
     Rails(#[from] ClientEnd),
     #[error("the client wants store {wanted}, this peer publishes {published}")]
@@ -161,7 +167,7 @@ impl Connection {
                 self.shared.refuse(&self.socket, client, Status::Busy, &full.to_string());
             }
             #[cfg(metrale_rdma_verbs)]
-            End::NoRails => {
+            End::NoRails | End::NoRailNow => {
                 self.shared.refuse(&self.socket, client, Status::NoRails, &end.to_string());
             }
             #[cfg(metrale_rdma_verbs)]

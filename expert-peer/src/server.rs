@@ -25,7 +25,7 @@ use crate::disk::Disk;
 #[cfg(metrale_rdma_verbs)]
 use crate::push::SpillWish;
 #[cfg(metrale_rdma_verbs)]
-use crate::rails::{self, Published, RailsError};
+use crate::rails::{self, Published, RailsError, SurveyThread};
 use crate::registry::Registry;
 #[cfg(metrale_rdma_verbs)]
 use crate::residency::keeper::{Keeper, KeeperThread};
@@ -215,7 +215,7 @@ impl Server {
     pub fn run(mut self) -> Result<(), PeerError> {
         let listen = self.address;
         #[cfg(metrale_rdma_verbs)]
-        let _until_the_end = self.start_keeper();
+        let _until_the_end = (self.start_keeper(), self.follow_devices());
         let mut shortages = 0_u64;
         while !self.shared.shutdown.begun() {
             let mut fds = [PollFd::new(&self.listener, PollFlags::IN)];
@@ -258,6 +258,18 @@ impl Server {
         }
     }
 
+    /// Starts the thread that follows the RDMA devices; it ends with what this gives.
+    #[cfg(metrale_rdma_verbs)]
+    fn follow_devices(&self) -> Option<SurveyThread> {
+        match self.shared.published.as_ref()?.follow_devices() {
+            Ok(thread) => Some(thread),
+            Err(error) => {
+                tracing::error!(%error, "no thread to follow the RDMA devices; none is opened anew");
+                None
+            }
+        }
+    }
+
     /// Starts a thread for a new connection, or refuses it.
     fn admit(&self, socket: TcpStream, client: SocketAddr) {
         let shared = Arc::clone(&self.shared);
@@ -295,6 +307,8 @@ fn publish(
 ) -> Result<PublishedAndKeeper, RailsError> {
     let wish = rails::Wish {
         rails: &options.rails,
+        require: options.require_rails,
+        survey: options.survey,
         dram_budget: options.dram_budget,
         profile: options.resident_profile.as_deref(),
         residency: options.residency,

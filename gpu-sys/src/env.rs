@@ -100,6 +100,9 @@ variables! {
         "The device of the second rail; naming it asks for two rails.";
     EXPERT_RAIL2_GID: "chosen", "GID index, 0-255",
         "The second rail's row of its port's GID table; naming it asks for two rails.";
+    REQUIRE_RAILS: "0", "1 or 0",
+        "With 1 a peer that can serve no rail does not start; with 0 it serves over TCP and offers \
+         rails when there are some.";
 }
 
 /// A variable whose value cannot be used.

@@ -395,40 +395,72 @@ fn two<'a, 'b>(
     }
 }
 
-/// The rails that a peer serves: the wished ones, or one for each active port.
+/// The rails that a peer can serve at the moment, and what stands against the others.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct RailsNow {
+    /// The rails, in the order of the wishes, or of devices and ports.
+    pub rails: Vec<Choice>,
+    /// Why wished rails, or all, are missing, for each.
+    pub missing: Vec<ServeError>,
+}
+
+/// The rails that a peer can serve at the moment: those of the wished ones that there are, or one for
+/// each active port.
 ///
 /// # Errors
-/// No wish can be kept, two are one rail, there are more than [`MAX_RAILS`], or nothing is usable.
-pub fn serve_rails(devices: &[DeviceFacts], wishes: &[Wish]) -> Result<Vec<Choice>, ServeError> {
+/// More than [`MAX_RAILS`] are wished for, or one twice.
+pub fn rails_now(devices: &[DeviceFacts], wishes: &[Wish]) -> Result<RailsNow, ServeError> {
     if wishes.len() > MAX_RAILS {
         return Err(ServeError::TooMany { found: wishes.len() });
     }
-    let mut rails: Vec<Choice> = Vec::new();
-    for wish in wishes {
-        let choice = choose(devices, Asker::Peer, wish, None, None)?;
-        let identity = choice.spec.identity();
-        if let Some(one) = rails.iter().find(|rail| rail.spec.identity().is_same(&identity)) {
-            let (first, second) = (one.spec.to_string(), choice.spec.to_string());
-            return Err(ServeError::OneRail { first, second });
+    let mut now = RailsNow::default();
+    for (at, wish) in wishes.iter().enumerate() {
+        if wishes[..at].contains(wish) {
+            let name = wish.device.clone().unwrap_or_default();
+            return Err(ServeError::OneRail { first: name.clone(), second: name });
         }
-        rails.push(choice);
+        let choice = match choose(devices, Asker::Peer, wish, None, None) {
+            Ok(choice) => choice,
+            Err(error) => {
+                now.missing.push(error.into());
+                continue;
+            }
+        };
+        let identity = choice.spec.identity();
+        match now.rails.iter().find(|rail| rail.spec.identity().is_same(&identity)) {
+            Some(one) => {
+                let (first, second) = (one.spec.to_string(), choice.spec.to_string());
+                now.missing.push(ServeError::OneRail { first, second });
+            }
+            None => now.rails.push(choice),
+        }
     }
     if !wishes.is_empty() {
-        return Ok(rails);
+        return Ok(now);
     }
     let nothing = Wish::default();
     let survey = Survey::of(devices, &nothing, None, None);
     for candidate in &survey.usable {
         let identity = candidate.spec.identity();
-        let is_known = rails.iter().any(|rail| rail.spec.identity().is_same(&identity));
-        if !is_known && rails.len() < MAX_RAILS {
-            rails.push(survey.choice(candidate, &nothing));
+        let is_known = now.rails.iter().any(|rail| rail.spec.identity().is_same(&identity));
+        if !is_known && now.rails.len() < MAX_RAILS {
+            now.rails.push(survey.choice(candidate, &nothing));
         }
     }
-    if rails.is_empty() {
-        return Err(survey.error(devices, Asker::Peer, &nothing).into());
+    if now.rails.is_empty() {
+        now.missing.push(survey.error(devices, Asker::Peer, &nothing).into());
     }
-    Ok(rails)
+    Ok(now)
+}
+
+/// The rails that a peer serves: all of the wished ones, or one for each active port.
+///
+/// # Errors
+/// One of the wishes cannot be kept, two are one rail, there are more than [`MAX_RAILS`], or nothing
+/// is usable.
+pub fn serve_rails(devices: &[DeviceFacts], wishes: &[Wish]) -> Result<Vec<Choice>, ServeError> {
+    let RailsNow { rails, missing } = rails_now(devices, wishes)?;
+    missing.into_iter().next().map_or(Ok(rails), Err)
 }
 
 /// A peer cannot have the rails it should.

@@ -246,3 +246,29 @@ fn one_address_is_one_rail_and_no_number_is_no_number() {
     assert!(!one.is_same(&identity(7, 2, "fd00::2")) && !one.is_same(&identity(8, 1, "fd00::2")));
     assert!(!identity(0, 1, "fd00::1").is_same(&identity(0, 1, "fd00::2")));
 }
+
+#[test]
+fn a_peer_serves_the_rails_that_there_are_and_says_what_the_others_lack() {
+    let mut devices = hosts();
+    devices[0].ports[0].state = PortState::Down;
+    let wishes: Vec<Wish> = ["rxe0", "rxe1", "rxe7"].map(|name| name.parse().unwrap()).into();
+    let now = rails_now(&devices, &wishes).unwrap();
+    let names: Vec<_> = now.rails.iter().map(|rail| &*rail.spec.device).collect();
+    assert_eq!(names, ["rxe1"]);
+    let why: Vec<_> = now.missing.iter().map(ToString::to_string).collect();
+    assert!(why[0].contains("\"rxe0\", whose port is not active"), "{why:?}");
+    assert!(why[1].contains("\"rxe7\", which is neither"), "{why:?}");
+    devices[0].ports[0].state = PortState::Active;
+    assert_eq!(rails_now(&devices, &wishes).unwrap().rails.len(), 2);
+    let nothing = rails_now(&[], &[]).unwrap();
+    assert_eq!((nothing.rails.len(), nothing.missing.len()), (0, 1));
+}
+
+#[test]
+fn a_rail_that_is_named_twice_is_refused_whether_it_is_up_or_not() {
+    let wishes: Vec<Wish> = ["rxe0", "rxe0"].map(|name| name.parse().unwrap()).into();
+    for devices in [&hosts()[..], &[]] {
+        let error = rails_now(devices, &wishes).unwrap_err().to_string();
+        assert!(error.contains("names one rail twice"), "{error}");
+    }
+}

@@ -212,6 +212,14 @@ impl Table {
         self.layers.first().map_or(0, |layer| layer.columns.len())
     }
 
+    /// The same table with these columns in every layer, one for each rail.
+    #[must_use]
+    pub fn with_columns(&self, columns: &[Column]) -> Self {
+        let mut table = self.clone();
+        table.layers.iter_mut().for_each(|layer| layer.columns = columns.to_vec());
+        table
+    }
+
     /// The same table with only the columns at `positions`, in that order; `None` if one of them
     /// does not exist, or if there are none or too many.
     #[must_use]

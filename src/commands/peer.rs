@@ -22,7 +22,7 @@ pub(crate) struct Args {
 enum What {
     /// Publish a store to clients
     #[command(after_help = LOG_HELP)]
-    Run(expert_peer::cli::RunArgs),
+    Run(Box<expert_peer::cli::RunArgs>),
     /// Ask a running peer to describe itself
     Status(StatusArgs),
 }

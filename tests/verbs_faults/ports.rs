@@ -61,7 +61,8 @@ fn a_device_whose_port_is_down_is_named() {
     println!("{text}");
     assert!(text.contains("rxe0"), "{text}");
     let down = metrale()
-        .args(["peer", "run", "--listen", "127.0.0.1:0", "--rail", "rxe0p", "--store"])
+        .args(["peer", "run", "--listen", "127.0.0.1:0", "--rail", "rxe0p", "--require-rails"])
+        .arg("--store")
         .arg(store.path())
         .output()
         .expect("metrale starts");

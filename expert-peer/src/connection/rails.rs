@@ -33,7 +33,8 @@ impl Connection {
             Some(client) => client,
             none => {
                 let id = ClientId(self.client_id);
-                none.insert(RailClient::new(published, id, &self.socket)?)
+                let offered = published.offer().ok_or(End::NoRailNow)?;
+                none.insert(RailClient::new(published, offered, id, &self.socket)?)
             }
         };
         let pairs_before = client.queue_pairs();

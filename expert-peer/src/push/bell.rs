@@ -8,15 +8,15 @@ use rustix::event::{EventfdFlags, eventfd};
 
 /// An eventfd. Cheap to clone; all clones are one bell.
 #[derive(Clone, Debug)]
-pub(super) struct Bell(Arc<OwnedFd>);
+pub(crate) struct Bell(Arc<OwnedFd>);
 
 impl Bell {
-    pub(super) fn new() -> io::Result<Self> {
+    pub(crate) fn new() -> io::Result<Self> {
         let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         Ok(Self(Arc::new(fd)))
     }
 
-    pub(super) fn ring(&self) {
+    pub(crate) fn ring(&self) {
         #[expect(
             clippy::host_endian_bytes,
             reason = "eventfd(2) counts in the machine's own order"
@@ -27,7 +27,7 @@ impl Bell {
     }
 
     /// Takes the rings so far; says if there were any.
-    pub(super) fn hush(&self) -> bool {
+    pub(crate) fn hush(&self) -> bool {
         rustix::io::read(&*self.0, &mut [0; 8]).is_ok()
     }
 }

@@ -43,6 +43,10 @@ const LOOK: usize = 32;
 pub(super) enum Mail {
     Lane(LaneId, ClientId, Box<Lane>),
     Left(LaneId),
+    /// A device has come, with the registration of the buffers, if there are any.
+    Device(usize, Option<MemoryRegion>, Arc<CompletionChannel>),
+    /// A device is gone.
+    DeviceGone(usize),
     Stop,
 }
 
@@ -57,8 +61,8 @@ pub(super) struct Engine {
     pub(super) stall: Duration,
     pub(super) manifest: Arc<Manifest>,
     pub(super) ledger: Arc<Ledger>,
-    /// Of each device.
-    pub(super) channels: Vec<Arc<CompletionChannel>>,
+    /// Of each device, by its number; `None` where the device is gone.
+    pub(super) channels: Vec<Option<Arc<CompletionChannel>>>,
     pub(super) mail: Receiver<Mail>,
     pub(super) bell: Bell,
     pub(super) stats: Arc<PushStats>,
@@ -146,6 +150,12 @@ impl Engine {
             match mail {
                 Mail::Stop => return None,
                 Mail::Left(lane) => ends.push((lane, LaneEnd::Left)),
+                Mail::Device(device, region, channel) => {
+                    self.spill.set_region(device, region);
+                    self.channels.resize(self.channels.len().max(device + 1), None);
+                    self.channels[device] = Some(channel);
+                }
+                Mail::DeviceGone(device) => self.forget_device(device),
                 Mail::Lane(id, client, lane) => {
                     self.desk.add_lane(id, client);
                     self.lanes.insert(id, *lane);
@@ -153,6 +163,17 @@ impl Engine {
             }
         }
         Some(any)
+    }
+
+    /// Ends the lanes on a device that is gone, then drops what is registered with it.
+    fn forget_device(&mut self, device: usize) {
+        let on_device = |(&id, lane): (&LaneId, &Lane)| (lane.device == device).then_some(id);
+        let lanes: Vec<_> = self.lanes.iter().filter_map(on_device).collect();
+        lanes.into_iter().for_each(|lane| self.end_lane(lane, &LaneEnd::DeviceGone));
+        self.spill.set_region(device, None);
+        if let Some(channel) = self.channels.get_mut(device) {
+            *channel = None;
+        }
     }
 
     /// Does what there is to do, without waiting; says if there was anything.
@@ -369,7 +390,10 @@ impl Engine {
         let left = due.map(|due| due.saturating_duration_since(Instant::now()));
         let timeout = Timespec::try_from(left.unwrap_or(MOST_WAIT).min(MOST_WAIT)).ok();
         let mut fds = vec![PollFd::new(&self.bell, PollFlags::IN)];
-        fds.extend(self.channels.iter().map(|channel| PollFd::new(channel, PollFlags::IN)));
+        let channels = self.channels.iter().enumerate();
+        let channels: Vec<_> =
+            channels.filter_map(|(device, it)| Some((device, it.as_ref()?))).collect();
+        fds.extend(channels.iter().map(|(_, channel)| PollFd::new(channel, PollFlags::IN)));
         let disk = self.spill.fd();
         fds.extend(disk.as_ref().map(|fd| PollFd::new(fd, PollFlags::IN)));
         // Interrupted or not, everything is looked at.
@@ -379,8 +403,8 @@ impl Engine {
         if woken[0] {
             self.bell.hush();
         }
-        for (device, channel) in self.channels.iter().enumerate() {
-            if !woken[device + 1] {
+        for (at, &(device, channel)) in channels.iter().enumerate() {
+            if !woken[at + 1] {
                 continue;
             }
             if let Err(error) = channel.drain() {

@@ -40,6 +40,8 @@ pub(super) struct Tag {
 pub(super) enum LaneEnd {
     #[error("the client left")]
     Left,
+    #[error("its device is gone")]
+    DeviceGone,
     #[error("the client sent {0}")]
     Breach(#[from] Breach),
     #[error("the client sent what is no request: {0}")]

@@ -18,9 +18,9 @@ mod stats;
 
 use std::collections::{BTreeMap, HashMap};
 use std::net::TcpStream;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, PoisonError, RwLock};
 use std::thread::JoinHandle;
 
 use expert_tier::store::ExpertStore;
@@ -32,14 +32,14 @@ use railset::message::{SpillTerms, Transfer};
 
 use crate::disk::Disk;
 use crate::ledger::Ledger;
-use bell::Bell;
+pub(crate) use bell::Bell;
 pub(crate) use desk::ClientId;
 use desk::{Desk, LaneId};
 use engine::{Engine, Mail, Unreadable, per_client};
 use lane::{Carried, Lane};
 pub(crate) use options::SpillMemory;
 pub use options::{PushError, PushOptions, SpillWish};
-use spill::{Makings, Spill};
+use spill::{Makings, Registrar, Spill};
 pub(crate) use stats::{PushCounts, PushStats};
 
 /// The RNR timer of lanes: how long a client is told to wait for which no receive is posted. One is
@@ -50,8 +50,9 @@ const RNR_TIMER: u8 = 16;
 
 /// What serves spilled records. Dropping it ends every lane and waits for the thread.
 pub(crate) struct PushEngine {
-    devices: Vec<Arc<ProtectionDomain>>,
-    channels: Vec<Arc<CompletionChannel>>,
+    /// By their numbers, which are used once; `None` where one is gone.
+    devices: RwLock<Vec<Option<PushDevice>>>,
+    registrar: Registrar,
     terms: SpillTerms,
     per_client: usize,
     source: &'static str,
@@ -59,6 +60,20 @@ pub(crate) struct PushEngine {
     next_lane: AtomicU64,
     stats: Arc<PushStats>,
     thread: Option<JoinHandle<()>>,
+}
+
+/// A device that spilled records are sent through.
+#[derive(Clone)]
+struct PushDevice {
+    domain: Arc<ProtectionDomain>,
+    channel: Arc<CompletionChannel>,
+}
+
+impl PushDevice {
+    fn new(domain: Arc<ProtectionDomain>) -> Result<Self, VerbsError> {
+        let channel = CompletionChannel::new(domain.context())?;
+        Ok(Self { domain, channel })
+    }
 }
 
 /// The way to the thread.
@@ -112,8 +127,9 @@ impl PushEngine {
             reads = spill.reads(),
             "spilled records are sent when they are asked for"
         );
-        let channels = devices.iter().map(|domain| CompletionChannel::new(domain.context()));
-        let channels: Vec<_> = channels.collect::<Result<_, _>>()?;
+        let registrar = spill.registrar(store);
+        let devices: Vec<_> = devices.into_iter().map(PushDevice::new).collect::<Result<_, _>>()?;
+        let channels = devices.iter().map(|device| Some(Arc::clone(&device.channel))).collect();
         let stats = Arc::<PushStats>::default();
         let (sender, mail) = channel();
         let per_client = per_client(spill.room());
@@ -127,7 +143,7 @@ impl PushEngine {
             stall: options.stall,
             manifest: Arc::clone(store.manifest()),
             ledger: Arc::clone(ledger),
-            channels: channels.clone(),
+            channels,
             mail,
             bell: bell.clone(),
             stats: Arc::clone(&stats),
@@ -138,19 +154,49 @@ impl PushEngine {
         let thread = builder.spawn(move || engine.run());
         let thread = Some(thread.map_err(|source| PushError::Thread { name, source })?);
         let next_lane = AtomicU64::new(0);
-        Ok(Self { devices, channels, terms, per_client, source, post, next_lane, stats, thread })
+        let devices = RwLock::new(devices.into_iter().map(Some).collect());
+        Ok(Self { devices, registrar, terms, per_client, source, post, next_lane, stats, thread })
+    }
+
+    /// Registers what is sent with a device that has come, and gives its number.
+    pub(crate) fn add_device(&self, domain: &Arc<ProtectionDomain>) -> Result<usize, PushError> {
+        let device = PushDevice::new(Arc::clone(domain))?;
+        // One thread adds devices, so the number is still free when the registration is there.
+        let at = self.devices.read().unwrap_or_else(PoisonError::into_inner).len();
+        let region = self.registrar.add(at, domain)?;
+        self.post.send(Mail::Device(at, region, Arc::clone(&device.channel)));
+        self.devices.write().unwrap_or_else(PoisonError::into_inner).push(Some(device));
+        Ok(at)
+    }
+
+    /// Ends the lanes on a device that is gone, and drops what is registered with it, soon after.
+    pub(crate) fn remove_device(&self, at: usize) {
+        let mut devices = self.devices.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(device) = devices.get_mut(at) {
+            *device = None;
+        }
+        drop(devices);
+        self.registrar.remove(at);
+        self.post.send(Mail::DeviceGone(at));
     }
 
     /// Makes the queue pair of a client's lane on a port of device `device`.
     pub(crate) fn prepare(&self, device: usize, port: u8) -> Result<PreparedLane, VerbsError> {
-        let (domain, channel) = (&self.devices[device], &self.channels[device]);
+        let devices = self.devices.read().unwrap_or_else(PoisonError::into_inner);
+        let known = devices.get(device).cloned().flatten();
+        drop(devices);
+        // One that is gone between the offer and this is no device any more.
+        let Some(PushDevice { domain, channel }) = known else {
+            let (name, found) = (format!("number {device} of the spilled records"), Vec::new());
+            return Err(VerbsError::NoSuchDevice { name, found });
+        };
         let SpillTerms { transfer, credits, .. } = self.terms;
         let max_wr = domain.context().limits().max_qp_wr;
         let sizes = lane::sizes(transfer, credits.into(), self.per_client, max_wr);
         let options = QueuePairOptions { port, ..sizes };
         let entries = options.send_wr + options.recv_wr;
-        let queue = CompletionQueue::with_channel(channel, entries)?;
-        let prepared = QueuePair::prepare(domain, &queue, &queue, options)?;
+        let queue = CompletionQueue::with_channel(&channel, entries)?;
+        let prepared = QueuePair::prepare(&domain, &queue, &queue, options)?;
         Ok(PreparedLane { prepared, queue, device })
     }
 

@@ -9,10 +9,11 @@ use railset::driver;
 use railset::handshake::HandshakeError;
 use railset::handshake::peer::{CreateConnected, PeerAction, PeerHandshake};
 use railset::message::{Kind, Psn, Qpn, QueuePairEnd};
+use railset::table::Table;
 use railset::wire::DecodeError;
 use rand::Rng;
 
-use super::Published;
+use super::{Offered, Published, Served};
 use crate::push::{ClientId, LaneTicket};
 use crate::residency::live::Seat;
 
@@ -28,6 +29,9 @@ pub(crate) enum ClientEnd {
     /// The device gave a queue pair a number that none can have.
     #[error("a device made a queue pair that cannot be: {0}")]
     QueuePair(#[from] DecodeError),
+    /// A device of the client's rails failed, or is not there any more.
+    #[error("the device {0} failed or is not there any more: connect again for other rails")]
+    DeviceGone(String),
     /// The control connection cannot be shared with the thread that pushes.
     #[error("no descriptor for a client's pushes: {0}; `ulimit -n` limits descriptors")]
     Socket(#[source] io::Error),
@@ -43,6 +47,8 @@ pub(crate) struct RailClient {
     lanes: Vec<LaneTicket>,
     client: ClientId,
     socket: TcpStream,
+    /// The device of each offered rail; its registration goes after the queue pairs.
+    served: Vec<Arc<Served>>,
     /// Among those that are waited for before slots are overwritten; given up after the queue pairs.
     seat: Option<Seat>,
     /// Generation of the newest table that was sent.
@@ -50,17 +56,18 @@ pub(crate) struct RailClient {
 }
 
 impl RailClient {
-    /// For `client`, whose control connection is `socket`.
+    /// For `client`, whose control connection is `socket`, and who gets `offered`.
     pub(crate) fn new(
         published: &Arc<Published>,
+        offered: Offered,
         client: ClientId,
         socket: &TcpStream,
     ) -> Result<Self, ClientEnd> {
-        let generation = published.residency.live().generation();
-        let machine = PeerHandshake::new(Arc::new(published.rails.with_generation(generation)));
+        let Offered { rails, served } = offered;
+        let machine = PeerHandshake::new(Arc::new(rails));
         let socket = socket.try_clone().map_err(ClientEnd::Socket)?;
         let (published, pairs, lanes) = (Arc::clone(published), Vec::new(), Vec::new());
-        Ok(Self { published, machine, pairs, lanes, client, socket, seat: None, sent: 0 })
+        Ok(Self { published, machine, pairs, lanes, client, socket, served, seat: None, sent: 0 })
     }
 
     /// Queue pairs of this client that it READs through.
@@ -83,7 +90,7 @@ impl RailClient {
                         creates.iter().map(|create| self.create(create)).collect();
                     let live = self.published.residency.live();
                     self.seat = Some(live.enter());
-                    let table = live.table();
+                    let table = self.with_columns(&live.table());
                     self.sent = table.generation();
                     for action in self.machine.on_created(&ends?, &table)? {
                         if let PeerAction::Send(kind, body) = action {
@@ -104,11 +111,15 @@ impl RailClient {
 
     /// The current table, for a client that has an older one.
     pub(crate) fn newer_table(&mut self) -> Result<Option<(Kind, Vec<u8>)>, ClientEnd> {
+        let used = self.machine.rails().iter().filter_map(|at| self.served.get(*at));
+        if let Some(gone) = used.into_iter().find(|served| served.is_lost()) {
+            return Err(ClientEnd::DeviceGone(gone.name().to_owned()));
+        }
         let live = self.published.residency.live();
         if self.seat.is_none() || live.generation() <= self.sent {
             return Ok(None);
         }
-        let table = live.table();
+        let table = self.with_columns(&live.table());
         self.sent = table.generation();
         let sends = self.machine.update(&table)?.into_iter().find_map(|action| match action {
             PeerAction::Send(kind, body) => Some((kind, body)),
@@ -117,9 +128,15 @@ impl RailClient {
         Ok(sends)
     }
 
+    /// The table with the keys of the devices that this client was offered.
+    fn with_columns(&self, table: &Table) -> Table {
+        let columns: Vec<_> = self.served.iter().map(|served| served.column()).collect();
+        table.with_columns(&columns)
+    }
+
     fn create(&mut self, create: &CreateConnected) -> Result<Vec<QueuePairEnd>, ClientEnd> {
         let CreateConnected { local, bring_up, push } = create;
-        let domain = &self.published.domains[usize::from(bring_up.index)];
+        let domain = self.served[usize::from(bring_up.index)].domain();
         // Nothing is posted, but a queue pair without a place for one request cannot be made.
         let count = bring_up.remote.len() as u32;
         let queue = CompletionQueue::new(domain.context(), count)?;
@@ -154,9 +171,10 @@ impl RailClient {
     ) -> Result<QueuePairEnd, ClientEnd> {
         let CreateConnected { local, bring_up, .. } = create;
         let at = usize::from(bring_up.index);
-        let nothing = HandshakeError::NothingSpilled { index: bring_up.index };
-        let push = self.published.push.as_ref().ok_or(nothing)?;
-        let lane = push.prepare(self.published.of_rail[at], local.port)?;
+        let nothing = || HandshakeError::NothingSpilled { index: bring_up.index };
+        let push = self.published.push.as_ref().ok_or_else(nothing)?;
+        let device = self.served[at].push_device().ok_or_else(nothing)?;
+        let lane = push.prepare(device, local.port)?;
         let psn = Psn::from_random(rand::rng().next_u32());
         let end = QueuePairEnd { qpn: Qpn::new(lane.number())?, psn };
         let (remote, local) = driver::ends(bring_up, local, remote, psn);

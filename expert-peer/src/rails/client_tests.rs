@@ -6,13 +6,14 @@ use std::path::Path;
 use expert_tier::testing::TestStore;
 use gpu_sys::pinned::{HugePages, NumaPlacement, PinnedOptions};
 use gpu_sys::slots::pin_slots;
-use gpu_sys::verbs::{Memory, ProtectionDomain, fake};
+use gpu_sys::verbs::{Memory, fake};
 use railset::choose::RailSpec;
 use railset::facts::{Gid, LinkLayer, Mtu};
 use railset::handshake::peer::PeerRails;
 use railset::message::{Connect, ConnectRail, Request, SpillTerms, Transfer};
 use railset::table::Column;
 
+use super::super::devices::{Devices, register};
 use super::*;
 use crate::ledger::Ledger;
 use crate::push::{PushEngine, PushOptions};
@@ -42,7 +43,7 @@ fn spec() -> RailSpec {
 
 /// What a peer on `fake0` offers that holds one record of `store` in memory, and sends the others by
 /// `spill`, if it does.
-fn published(store: &TestStore, spill: Option<SpillTerms>) -> Arc<Published> {
+fn published(store: &TestStore, spill: Option<SpillTerms>) -> (Arc<Published>, Offered) {
     let store = Arc::new(store.open());
     let ledger = Arc::new(Ledger::new(store.manifest()));
     let layout = store.manifest().layout();
@@ -50,11 +51,12 @@ fn published(store: &TestStore, spill: Option<SpillTerms>) -> Arc<Published> {
     let (huge_pages, numa) = (HugePages::Off, NumaPlacement::Local);
     let pinned = PinnedOptions { bytes: 0, huge_pages, numa };
     let (memory, slots) = pin_slots(slot_bytes as usize, 1, pinned).expect("a page or two");
-    let context = fake::library(Path::new("/absent")).open_device("fake0").expect("a fake one");
-    let domain = ProtectionDomain::new(&context).expect("a domain");
+    let library = fake::library(Path::new("/absent"));
+    let context = library.open_device("fake0").expect("a fake one");
     let region_bytes = memory.region().1;
-    let region = super::super::publish(&domain, memory, region_bytes).expect("registered");
-    let columns = vec![Column { base: region.address(), rkey: region.rkey() }];
+    let registration = register(&context, &memory, region_bytes).expect("registered");
+    let domain = Arc::clone(&registration.0);
+    let columns = vec![Column { base: 4096, rkey: 0 }];
     let start = Start { slots, slot_bytes, records: vec![Some(0)], columns };
     let options = ResidencyOptions::default();
     let kept = Keeper::new(store.manifest(), Arc::clone(&ledger), start, options);
@@ -67,15 +69,17 @@ fn published(store: &TestStore, spill: Option<SpillTerms>) -> Arc<Published> {
         let disk = crate::disk::Disk::default();
         PushEngine::start(&store, &ledger, devices, terms, &options, &disk).expect("a thread")
     });
-    Arc::new(Published {
-        rails: Arc::new(rails),
-        domains: vec![domain],
-        of_rail: vec![0],
+    let served = Arc::new(Served::new(registration, spill.map(|_| 0)));
+    let published = Published {
+        devices: Arc::new(Devices::of(library, Vec::new(), std::time::Duration::from_secs(1))),
         residency,
+        layers,
+        slot_bytes,
         region_bytes: region_bytes as u64,
-        push,
-        _regions: vec![region],
-    })
+        terms: spill,
+        push: push.map(Arc::new),
+    };
+    (Arc::new(published), Offered { rails, served: vec![served] })
 }
 
 /// A client that has `count` queue pairs, and whether the last is for spilled records.
@@ -111,8 +115,9 @@ fn queue_pairs_of_each_kind_allow_the_client_what_they_are_for() {
     let mut made = 0;
     for (spill, expected) in cases {
         let store = TestStore::new(1, 2, &[5_000], 78);
-        let published = published(&store, spill);
-        let mut client = RailClient::new(&published, ClientId([1; 16]), &socket).expect("a client");
+        let (published, offered) = published(&store, spill);
+        let client = RailClient::new(&published, offered, ClientId([1; 16]), &socket);
+        let mut client = client.expect("a client");
         client.on_message(Kind::Request, &Request.encode()).expect("an offer");
         let connect = connect(expected.len() as u32, spill.is_some());
         client.on_message(Kind::Connect, &connect).expect("connected");

@@ -1,34 +1,34 @@
 //! What the peer publishes over RDMA: its rails, and where in its memory the experts are.
 //!
-//! Order of a start: rails are chosen; the locked-memory limit and what the devices register are
+//! Order of a start: devices are chosen; the locked-memory limit and what the devices register are
 //! held against what is needed; records are read into the region; it is registered once with each
 //! device, for remote reading alone, however many clients will come. Only then is anything offered.
-//! What the slots hold changes later (`residency/`), the registrations do not.
+//! What the slots hold changes later (`residency/`).
+//!
+//! Devices and ports come and go while the peer runs (`devices.rs`). Each client is offered what its
+//! own survey finds, and a thread registers devices that come and drops those that are gone.
 //!
 //! A client's queue pairs are made in its handshake and destroyed with its control connection. The
 //! peer posts nothing on them and polls nothing: READs are the device's work.
 
 mod budget;
 mod client;
+mod devices;
 mod resident;
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::Duration;
 
 use expert_tier::key::ExpertKey;
 use expert_tier::store::{ExpertStore, StoreError};
 use gpu_sys::limits::{Bytes, LockLimit};
 use gpu_sys::pinned::PinError;
-use gpu_sys::slots::SlotMemory;
-use gpu_sys::verbs::{
-    Access, Context, Library, Memory, MemoryRegion, ProtectionDomain, VerbsError,
-};
-use railset::choose::{RailSpec, Wish as RailWish};
-use railset::driver;
+use gpu_sys::verbs::VerbsError;
+use railset::choose::Wish as RailWish;
 use railset::handshake::peer::PeerRails;
-use railset::message::MAX_QPS_PER_RAIL;
-use railset::pairing::{ServeError, serve_rails};
+use railset::message::{MAX_QPS_PER_RAIL, SpillTerms};
+use railset::pairing::ServeError;
 use railset::table::{Column, TableError};
 
 use crate::disk::Disk;
@@ -39,6 +39,8 @@ use crate::residency::{ProfileError, Residency, ResidencyOptions, profile};
 pub use budget::GRANT_BYTES_PER_RAIL;
 use budget::{Bounds, Plan};
 pub(crate) use client::{ClientEnd, RailClient};
+pub(crate) use devices::SurveyThread;
+use devices::{Devices, Served};
 use resident::Loaded;
 
 /// Which rails a peer is to serve.
@@ -62,6 +64,12 @@ pub enum RailsError {
     /// The rails that are wished for cannot be had.
     #[error(transparent)]
     Serve(#[from] ServeError),
+    /// No rail can be served, and RDMA is required.
+    #[error(
+        "--require-rails (METRALE_REQUIRE_RAILS): no rail can be served: {0}; without it the peer \
+         serves over TCP and offers rails when there are some"
+    )]
+    Required(String),
     /// The region that holds all records is larger than memory can be.
     #[error("all records together need {}, more than can be addressed", Bytes(*bytes))]
     TooLarge {
@@ -163,6 +171,10 @@ pub enum RailsError {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wish<'a> {
     pub(crate) rails: &'a RailsWish,
+    /// Whether a peer that can serve no rail does not start.
+    pub(crate) require: bool,
+    /// From one look at the devices to the next, where none of them says anything.
+    pub(crate) survey: Duration,
     pub(crate) dram_budget: Option<u64>,
     pub(crate) profile: Option<&'a Path>,
     pub(crate) residency: ResidencyOptions,
@@ -173,27 +185,26 @@ pub(crate) struct Wish<'a> {
 
 /// What is offered to every client.
 pub(crate) struct Published {
-    rails: Arc<PeerRails>,
-    domains: Vec<Arc<ProtectionDomain>>,
-    /// For each rail which device it is on, by the order of the devices.
-    of_rail: Vec<usize>,
+    devices: Arc<Devices>,
     residency: Arc<Residency>,
+    layers: u32,
+    slot_bytes: u64,
     region_bytes: u64,
+    terms: Option<SpillTerms>,
     /// What serves the records that are spilled, if any are.
-    push: Option<PushEngine>,
-    // Holds the memory; registrations hold it too, and go first.
-    _regions: Vec<MemoryRegion>,
+    push: Option<Arc<PushEngine>>,
 }
 
-/// A device that serves one or more rails.
-struct Served {
-    context: Arc<Context>,
-    domain: Arc<ProtectionDomain>,
+/// What a client is offered, by the survey that was made for it.
+pub(crate) struct Offered {
+    rails: PeerRails,
+    /// The device of each rail.
+    served: Vec<Arc<Served>>,
 }
 
 impl Published {
     /// Reads, registers and describes as much of `store` as is wished for, and gives the keeper of
-    /// it, which is to run; `None` where there is no rail and none was asked for.
+    /// it, which is to run; `None` where the host has no device and none was asked for.
     pub(crate) fn new(
         store: &Arc<ExpertStore>,
         wish: Wish<'_>,
@@ -204,17 +215,13 @@ impl Published {
         let profile = wish.profile.map(|path| profile::read(path, &ledger)).transpose()?;
         budget::hold_against_a_record(wish.dram_budget, store.manifest().layout())?;
         wish.push.check(budget::RANGE_BYTES)?;
-        let Some((library, specs)) = find_rails(wish.rails)? else {
+        let Some(devices) = Devices::find(wish.rails, wish.require, wish.survey)? else {
             if wish.dram_budget.is_some() || wish.profile.is_some() {
                 tracing::warn!("no rails: a DRAM budget and a profile are of no use");
             }
             return Ok(None);
         };
-        let (served, of_rail) = open_devices(&library, &specs)?;
-        let most = |device: &Served| {
-            (device.context.name().to_owned(), device.context.limits().max_mr_size)
-        };
-        let bounds = Bounds::current(served.iter().map(most).collect(), wish.push);
+        let bounds = Bounds::current(devices.bounds(), wish.push);
         let layout = store.manifest().layout();
         let plan = Plan::of(layout, wish.dram_budget, &bounds)?;
         let records = plan.first_records(profile.as_deref());
@@ -223,36 +230,51 @@ impl Published {
         let Loaded { memory, slots, sound } = resident::load(store, &plan, &keys, &ledger)?;
         let published = records.iter().zip(sound).map(|(&record, sound)| sound.then_some(record));
         let records = published.collect();
-        let regions = register(&served, &memory, &plan)?;
-        let column = |&device: &usize| {
-            let region: &MemoryRegion = &regions[device];
-            Column { base: region.address(), rkey: region.rkey() }
-        };
-        let columns = of_rail.iter().map(column).collect();
+        // A client's table has the columns of its own rails; no client READs by this one.
+        let columns = vec![Column { base: memory.pages().address().addr().get() as u64, rkey: 0 }];
         let start = Start { slots, slot_bytes: plan.slot_bytes, records, columns };
         let (residency, keeper) =
             Keeper::new(store.manifest(), Arc::clone(&ledger), start, wish.residency)
                 .map_err(|source| RailsError::Table { source })?;
         let terms = plan.spill(wish.push.transfer);
-        let (generation, layers) = (residency.live().generation(), layout.layers().len() as u32);
-        let most_pairs = MAX_QPS_PER_RAIL as u8;
-        let rails = PeerRails::new(&specs, most_pairs, layers, generation, plan.slot_bytes, terms);
-        let domains = of_rail.iter().map(|&device| Arc::clone(&served[device].domain)).collect();
-        let devices = served.iter().map(|device| Arc::clone(&device.domain)).collect();
-        let start = |terms| PushEngine::start(store, &ledger, devices, terms, wish.push, wish.disk);
-        let push = terms.map(start).transpose()?;
-        let (rails, region_bytes) = (Arc::new(rails), plan.bytes());
-        let published =
-            Self { rails, domains, of_rail, residency, region_bytes, push, _regions: regions };
+        let push = |domains| {
+            let start =
+                |terms| PushEngine::start(store, &ledger, domains, terms, wish.push, wish.disk);
+            terms.map(start).transpose()
+        };
+        let push = devices.register(memory, plan.bytes(), push)?;
+        let (layers, slot_bytes) = (layout.layers().len() as u32, plan.slot_bytes);
+        let region_bytes = plan.bytes();
+        let devices = Arc::new(devices);
+        let published = Self { devices, residency, layers, slot_bytes, region_bytes, terms, push };
         Ok(Some((published, keeper)))
     }
 
-    /// Devices of the rails, in the order of the offer.
+    /// Surveys the devices, and gives what a client that comes now is offered; `None` where no rail
+    /// can be served.
+    pub(crate) fn offer(&self) -> Option<Offered> {
+        let (specs, served) = self.devices.survey();
+        if specs.is_empty() {
+            return None;
+        }
+        let generation = self.residency.live().generation();
+        let most_pairs = MAX_QPS_PER_RAIL as u8;
+        let Self { layers, slot_bytes, terms, .. } = *self;
+        let rails = PeerRails::new(&specs, most_pairs, layers, generation, slot_bytes, terms);
+        Some(Offered { rails, served })
+    }
+
+    /// The rails that a client that comes now is offered, in the order of the offer.
     pub(crate) fn rail_names(&self) -> Vec<String> {
-        let name = |rail: &railset::message::OfferedRail| {
+        let name = |rail: &railset::choose::RailSpec| {
             format!("{} port {} ({})", rail.device, rail.port, rail.gid)
         };
-        self.rails.offer().rails.iter().map(name).collect()
+        self.devices.survey().0.iter().map(name).collect()
+    }
+
+    /// Starts the thread that follows the devices; it ends with what this gives.
+    pub(crate) fn follow_devices(&self) -> std::io::Result<SurveyThread> {
+        devices::follow(&self.devices)
     }
 
     /// Where spilled records come from and how, and what has come of it; `None` where none are.
@@ -269,87 +291,4 @@ impl Published {
     pub(crate) fn region_bytes(&self) -> u64 {
         self.region_bytes
     }
-}
-
-/// The library, and the rails that are to be served.
-type FoundRails = (Arc<Library>, Vec<RailSpec>);
-
-/// The library and the rails, or `None` where discovery finds none.
-fn find_rails(wish: &RailsWish) -> Result<Option<FoundRails>, RailsError> {
-    let wishes: &[RailWish] = match wish {
-        RailsWish::Off => return Ok(None),
-        RailsWish::Discover => &[],
-        RailsWish::These(wishes) => wishes,
-    };
-    let found = Library::open().and_then(|library| Ok((driver::devices(&library)?, library)));
-    let optional = *wish == RailsWish::Discover;
-    let (devices, library) = match found {
-        Err(error) if optional => {
-            tracing::info!(reason = %error, "no rails: records are served over TCP alone");
-            return Ok(None);
-        }
-        found => found?,
-    };
-    let choices = match serve_rails(&devices, wishes) {
-        Err(error) if optional => {
-            tracing::info!(reason = %error, "no rails: records are served over TCP alone");
-            return Ok(None);
-        }
-        choices => choices?,
-    };
-    choices.iter().for_each(|choice| tracing::info!("rail {choice}"));
-    Ok(Some((library, choices.into_iter().map(|choice| choice.spec).collect())))
-}
-
-/// Each device once, and for each rail which one it is on.
-fn open_devices(
-    library: &Arc<Library>,
-    specs: &[RailSpec],
-) -> Result<(Vec<Served>, Vec<usize>), RailsError> {
-    let mut served: Vec<Served> = Vec::new();
-    let mut of_rail = Vec::new();
-    for spec in specs {
-        let known = served.iter().position(|device| device.context.name() == spec.device);
-        of_rail.push(known.unwrap_or(served.len()));
-        if known.is_none() {
-            let context = library.open_device(&spec.device)?;
-            served.push(Served { domain: ProtectionDomain::new(&context)?, context });
-        }
-    }
-    Ok((served, of_rail))
-}
-
-/// Registers the region with every device at once: pinning takes the kernel a while per gigabyte.
-fn register(
-    served: &[Served],
-    pages: &Arc<SlotMemory>,
-    plan: &Plan,
-) -> Result<Vec<MemoryRegion>, RailsError> {
-    let bytes = plan.bytes() as usize;
-    let register_with = |device: &Served| {
-        let started = Instant::now();
-        let region = publish(&device.domain, Arc::clone(pages) as Arc<dyn Memory>, bytes)?;
-        tracing::info!(device = device.context.name(), region = %Bytes(bytes as u64),
-            ms = started.elapsed().as_millis(), "registered for remote reading");
-        Ok(region)
-    };
-    std::thread::scope(|scope| {
-        let register_with = &register_with;
-        let started: Vec<_> =
-            served.iter().map(|device| scope.spawn(move || register_with(device))).collect();
-        let joined = started.into_iter().map(|thread| match thread.join() {
-            Ok(result) => result,
-            Err(panic) => std::panic::resume_unwind(panic),
-        });
-        joined.collect()
-    })
-}
-
-/// Registers memory so that clients may read it, and nobody may write.
-fn publish(
-    domain: &Arc<ProtectionDomain>,
-    memory: Arc<dyn Memory>,
-    bytes: usize,
-) -> Result<MemoryRegion, VerbsError> {
-    MemoryRegion::register(domain, memory, 0..bytes, Access::RemoteRead)
 }

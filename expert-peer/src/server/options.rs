@@ -35,6 +35,12 @@ pub struct PeerOptions {
     /// Which rails to serve.
     #[cfg(metrale_rdma_verbs)]
     pub rails: RailsWish,
+    /// Whether a peer that can serve no rail does not start.
+    #[cfg(metrale_rdma_verbs)]
+    pub require_rails: bool,
+    /// From one look at the RDMA devices to the next.
+    #[cfg(metrale_rdma_verbs)]
+    pub survey: Duration,
     /// Most bytes of memory for the records that clients READ; `None` for as much as they need and
     /// the machine has.
     #[cfg(metrale_rdma_verbs)]
@@ -74,6 +80,10 @@ impl PeerOptions {
             drain: Duration::from_secs(10),
             #[cfg(metrale_rdma_verbs)]
             rails: RailsWish::default(),
+            #[cfg(metrale_rdma_verbs)]
+            require_rails: false,
+            #[cfg(metrale_rdma_verbs)]
+            survey: Duration::from_secs(1),
             #[cfg(metrale_rdma_verbs)]
             dram_budget: None,
             #[cfg(metrale_rdma_verbs)]

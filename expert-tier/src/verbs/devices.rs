@@ -86,7 +86,11 @@ impl Devices {
     pub(super) fn device(&self, name: &str) -> Result<Arc<Device>, VerbsError> {
         let opening = Arc::clone(lock(&self.opening).entry(name.to_owned()).or_default());
         let _opening = lock(&opening);
-        let opened = lock(&self.known).opened.iter().find(|it| it.name() == name).cloned();
+        let mut known = lock(&self.known);
+        // A device that was taken out and made anew has its name, and nothing else, of the old one.
+        known.opened.retain(|it| it.name() != name || it.context().is_current());
+        let opened = known.opened.iter().find(|it| it.name() == name).cloned();
+        drop(known);
         let device = match opened {
             Some(device) => device,
             None => {
@@ -304,6 +308,7 @@ mod tests {
             name: name.into(),
             node_guid: number.into(),
             numa_node: None,
+            interfaces: Vec::new(),
             ports: vec![port],
             initiator_depth: 16,
             responder_depth: 16,

@@ -1,6 +1,7 @@
 //! An open device.
 
 use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -46,6 +47,9 @@ pub struct Context {
     raw: NonNull<ffi::ibv_context>,
     name: String,
     limits: DeviceLimits,
+    /// The number of the device's directory in sysfs when it was opened; a device that is made anew
+    /// under the same name has another.
+    inode: Option<u64>,
 }
 
 // SAFETY: libibverbs is thread-safe (ibv_verbs manual, "All verbs are thread safe").
@@ -61,9 +65,15 @@ impl Context {
         name: &str,
     ) -> Result<Arc<Self>, VerbsError> {
         // From here on an early return closes the device.
-        let mut context =
-            Self { library, raw, name: name.to_owned(), limits: DeviceLimits::default() };
+        let mut context = Self {
+            library,
+            raw,
+            name: name.to_owned(),
+            limits: DeviceLimits::default(),
+            inode: None,
+        };
         context.limits = context.query_limits()?;
+        context.inode = context.inode_now();
         let fd = context.as_fd();
         let non_blocking =
             fcntl_getfl(fd).and_then(|flags| fcntl_setfl(fd, flags | OFlags::NONBLOCK));
@@ -125,6 +135,17 @@ impl Context {
             }
         }
         Ok(found)
+    }
+
+    /// Whether the device that was opened still has its name. A device that was taken out and made
+    /// anew, or renamed, does not: it is to be opened again.
+    #[must_use]
+    pub fn is_current(&self) -> bool {
+        self.inode == self.inode_now()
+    }
+
+    fn inode_now(&self) -> Option<u64> {
+        std::fs::metadata(self.sysfs()).ok().map(|found| found.ino())
     }
 
     /// The NUMA node that the device hangs on, if the kernel says.

@@ -128,8 +128,10 @@ impl Sides<'_> {
     /// Whether rail 0 leaves `device` to rail 1, whose wish names it.
     fn is_named_for_second(&self, device: &str) -> bool {
         let [wish1, wish2] = &self.wishes.rails;
-        let named = wish2.device.as_deref();
-        self.wishes.ask_for_two() && wish1.device.is_none() && named == Some(device)
+        let device = self.devices.iter().find(|it| it.name == device);
+        let is_named = wish2.device.is_some()
+            && device.is_some_and(|device| wish2.is_for(device, self.devices));
+        self.wishes.ask_for_two() && wish1.device.is_none() && is_named
     }
 
     /// The best pair for a rail that shares no end with those that are `taken`; `own` comes first.

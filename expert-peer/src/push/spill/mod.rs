@@ -13,7 +13,7 @@ mod slots;
 mod workers;
 
 use std::os::fd::BorrowedFd;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 use expert_tier::store::ExpertStore;
 use gpu_sys::limits::Bytes;
@@ -24,8 +24,8 @@ use railset::message::Transfer;
 use super::bell::Bell;
 use super::desk::{Chunk, PAGE_BYTES};
 use super::options::{PushError, PushOptions, SpillWish};
-use mapped::Mapped;
-use slots::Slots;
+use mapped::{Domains, Mapped};
+use slots::{Buffers, Slots};
 
 /// Bytes of a chunk that is read into a slot: large enough that the disk gives what it has, small
 /// enough that one chunk is on its way while the next is read.
@@ -155,11 +155,65 @@ impl Spill {
         }
     }
 
+    /// What registers a device that comes later.
+    pub(super) fn registrar(&self, store: &Arc<ExpertStore>) -> Registrar {
+        match self {
+            Self::Slots(slots) => Registrar::Buffers(slots.buffers().clone()),
+            Self::Mapped(mapped) => {
+                Registrar::Pages { domains: Arc::clone(mapped.domains()), store: Arc::clone(store) }
+            }
+        }
+    }
+
+    /// Takes the registration of every slot with device `device`, or drops it.
+    pub(super) fn set_region(&mut self, device: usize, region: Option<MemoryRegion>) {
+        match self {
+            Self::Slots(slots) => slots.set_region(device, region),
+            Self::Mapped(_) => {}
+        }
+    }
+
     /// What becomes readable when there is something to hand out, if that is not the bell alone.
     pub(super) fn fd(&self) -> Option<BorrowedFd<'_>> {
         match self {
             Self::Slots(slots) => slots.fd(),
             Self::Mapped(_) => None,
+        }
+    }
+}
+
+/// Registers what is sent with devices that come after the start, beside the engine's thread.
+pub(super) enum Registrar {
+    Buffers(Buffers),
+    Pages { domains: Domains, store: Arc<ExpertStore> },
+}
+
+impl Registrar {
+    /// Makes a device known under `device`, and gives the registration of the slots, if there are any.
+    pub(super) fn add(
+        &self,
+        device: usize,
+        domain: &Arc<ProtectionDomain>,
+    ) -> Result<Option<MemoryRegion>, PushError> {
+        match self {
+            Self::Buffers(buffers) => Ok(Some(buffers.register(domain)?)),
+            Self::Pages { domains, store } => {
+                mapped::probe(domain, store.dir())?;
+                let mut domains = domains.write().unwrap_or_else(PoisonError::into_inner);
+                let count = domains.len().max(device + 1);
+                domains.resize(count, None);
+                domains[device] = Some(Arc::clone(domain));
+                Ok(None)
+            }
+        }
+    }
+
+    /// Forgets a device.
+    pub(super) fn remove(&self, device: usize) {
+        let Self::Pages { domains, .. } = self else { return };
+        let mut domains = domains.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(domain) = domains.get_mut(device) {
+            *domain = None;
         }
     }
 }

@@ -9,7 +9,7 @@ use expert_tier::direct::{SlotRead, SlotReadEnd, SlotReader, SlotReaderOptions};
 use expert_tier::store::ExpertStore;
 use gpu_sys::pinned::{HugePages, NumaPlacement, PinnedOptions};
 use gpu_sys::slots::{PinnedSlot, SlotMemory, pin_slots};
-use gpu_sys::verbs::{Access, Memory, MemoryRegion};
+use gpu_sys::verbs::{Access, Memory, MemoryRegion, ProtectionDomain, VerbsError};
 use railset::message::Transfer;
 
 use super::super::desk::Chunk;
@@ -25,13 +25,33 @@ const DROP_WAIT: Duration = Duration::from_secs(5);
 /// Fields are dropped in this order: the reader waits for what it reads before its slots go.
 pub(in crate::push) struct Slots {
     reader: Reader,
-    regions: Vec<MemoryRegion>,
+    /// With each device, by its number; `None` where the device is gone.
+    regions: Vec<Option<MemoryRegion>>,
+    buffers: Buffers,
     free: Vec<PinnedSlot>,
     count: usize,
     /// Slots that are read into at once.
     reads: usize,
     slot_bytes: u64,
     failures: u64,
+}
+
+/// The slots' memory, as it is registered with a device.
+#[derive(Clone)]
+pub(in crate::push) struct Buffers {
+    memory: Arc<SlotMemory>,
+    access: Access,
+}
+
+impl Buffers {
+    /// Registers all of it.
+    pub(in crate::push) fn register(
+        &self,
+        domain: &Arc<ProtectionDomain>,
+    ) -> Result<MemoryRegion, VerbsError> {
+        let memory: Arc<dyn Memory> = Arc::<SlotMemory>::clone(&self.memory);
+        MemoryRegion::register(domain, memory, 0..self.memory.pages().len(), self.access)
+    }
 }
 
 enum Reader {
@@ -75,13 +95,10 @@ impl Slots {
         let (memory, free) = pin_slots(slot_bytes as usize, count, options)?;
         let reader = reader(&memory)?;
         let reads = reads(&reader, makings.options.reads, slot_bytes);
-        let bytes = memory.pages().len();
-        let register = |domain| {
-            let memory: Arc<dyn Memory> = Arc::<SlotMemory>::clone(&memory);
-            MemoryRegion::register(domain, memory, 0..bytes, access)
-        };
+        let buffers = Buffers { memory, access };
+        let register = |domain| buffers.register(domain).map(Some);
         let regions = makings.devices.iter().map(register).collect::<Result<_, _>>()?;
-        Ok(Self { reader, regions, free, count, reads, slot_bytes, failures: 0 })
+        Ok(Self { reader, regions, buffers, free, count, reads, slot_bytes, failures: 0 })
     }
 
     pub(super) fn name(&self) -> &'static str {
@@ -151,7 +168,19 @@ impl Slots {
     }
 
     pub(super) fn region(&self, device: usize) -> Option<&MemoryRegion> {
-        self.regions.get(device)
+        self.regions.get(device)?.as_ref()
+    }
+
+    pub(super) fn buffers(&self) -> &Buffers {
+        &self.buffers
+    }
+
+    /// Takes the registration with device `device`, or drops it.
+    pub(super) fn set_region(&mut self, device: usize, region: Option<MemoryRegion>) {
+        if self.regions.len() <= device {
+            self.regions.resize_with(device + 1, || None);
+        }
+        self.regions[device] = region;
     }
 
     pub(super) fn fd(&self) -> Option<BorrowedFd<'_>> {
