@@ -118,7 +118,7 @@ fn a_file_that_was_truncated_is_unreadable_and_the_peer_lives() {
 
 #[test]
 #[ignore = "needs RDMA devices: scripts/test-verbs"]
-fn requests_that_wait_for_room_for_longer_than_the_deadline_are_done_while_the_disk_gives() {
+fn requests_that_wait_for_room_are_done_while_the_disk_gives() {
     let store = store(DISK, 106);
     let args = ["--push-buffers", "512KiB", "--push-reads", "1", "--push-deadline-ms", "500"];
     let peer = peer(&store, "12MiB", &args);
@@ -128,10 +128,6 @@ fn requests_that_wait_for_room_for_longer_than_the_deadline_are_done_while_the_d
     let statuses: Vec<_> = (0..asked).map(|_| client.receipt().status).collect();
     println!("{statuses:?} after {:?}", started.elapsed());
     assert!(statuses.iter().all(|status| *status == PushStatus::Done), "{statuses:?}");
-    assert!(
-        started.elapsed() > Duration::from_millis(500),
-        "the queue was longer than the deadline"
-    );
     assert_eq!(client.receipt_within(Duration::from_millis(200)), None, "each has one");
     drop(client);
     still_serves(&peer, &store);

@@ -8,6 +8,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use railset::facts::{DeviceFacts, PortFacts, PortState};
 use railset::handshake::HandshakeError;
 use railset::pairing::{DualRail, OneRail, OneWanted, PairError, RailEnds};
 use railset::{Backoff, BackoffSettings};
@@ -38,14 +39,25 @@ impl Desk {
     fn missing(&self, slot: usize) -> Option<Others> {
         let state = self.lock();
         let is_up = state.rails.iter().any(Rail::takes_more);
-        let wanted = match self.options.wishes.dual {
-            DualRail::One => 1,
-            // With no rail at all nothing is known to be in vain.
-            _ if !is_up => MOST_RAILS,
-            _ => state.rails_wanted,
-        };
+        // A peer that offers one rail now may offer two when its other port comes up.
+        let wanted = if self.options.wishes.dual == DualRail::One { 1 } else { MOST_RAILS };
         let others = if is_up { Others::Up } else { Others::None };
         (slot < wanted && !state.has_slot(slot)).then_some(others)
+    }
+
+    /// Whether this host has an active port that no rail uses. Without one, asking the peer for a rail
+    /// beside those that are up is in vain.
+    fn has_spare_port(&self) -> bool {
+        let Ok(devices) = self.devices.facts() else { return true };
+        let state = self.lock();
+        let is_used = |device: &DeviceFacts, port: &PortFacts| {
+            let mut specs = state.rails.iter().map(Rail::spec);
+            specs.any(|spec| spec.device == device.name && spec.port == port.number)
+        };
+        devices.iter().any(|device| {
+            let mut ports = device.ports.iter();
+            ports.any(|port| port.state == PortState::Active && !is_used(device, port))
+        })
     }
 
     /// What rail `slot` may be.
@@ -204,6 +216,10 @@ pub(super) fn connect(desk: &Arc<Desk>, dialler: &Dialler, slot: usize) {
             desk.pause(wait.min(LOOK));
             continue;
         }
+        if others == Others::Up && !attempts.ever_up && !desk.has_spare_port() {
+            attempts.failed(Instant::now());
+            continue;
+        }
         // Counted before the rail carries anything.
         let dial = || session::dial(desk, dialler, slot, Pairs::Any);
         match set_up(desk, slot, || dial().inspect(|_| desk.count_reconnect())) {
@@ -299,7 +315,7 @@ impl Attempts {
     }
 
     /// How long the next attempt is to wait. A rail that has never been there beside another is looked
-    /// for every `absent`; a client that has no rail is in more of a hurry.
+    /// for every `absent`, as long as this host has a port for it; a client that has no rail is in more of a hurry.
     fn due_in(&self, now: Instant, others: Others, absent: Duration) -> Duration {
         let wait = match others {
             Others::Up if !self.ever_up => absent.max(self.wait),

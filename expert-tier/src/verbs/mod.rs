@@ -116,8 +116,8 @@ pub struct VerbsOptions {
     pub check_threads: u32,
     /// Waits between attempts to reconnect.
     pub backoff: BackoffSettings,
-    /// Time between two looks for a second rail that there has never been: where the peer has two
-    /// and this host has one, each look costs both of them a connection.
+    /// Time between two looks for a second rail that there has never been. A look costs both ends a
+    /// connection; this host asks only while it has an active port that no rail uses.
     pub absent: Duration,
     /// The secret shared with the peer.
     pub secret: Option<Secret>,
