@@ -32,7 +32,7 @@ impl Witness {
         let args = [&crate::cables::RAILS[..], args].concat();
         let peer = Peer::start(&store.path(), &args);
         let tier = connect(options(peer.address()));
-        let resources = peer.resources();
+        let resources = peer.idle_resources();
         Self { store, peer, tier, resources }
     }
 

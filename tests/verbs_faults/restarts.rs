@@ -107,7 +107,7 @@ fn clients_that_die_with_reads_in_flight_leave_nothing_behind() {
     let _slow = slow();
     let store = TestStore::new(2, 8, &[700_001, 524_288], 44);
     let peer = peer(&store);
-    let idle = peer.resources();
+    let idle = peer.idle_resources();
     // One to make what the peer keeps.
     drop(connect(options(peer.address())));
     wait_queue_pairs(&peer, 0);
@@ -139,7 +139,7 @@ fn clients_that_die_with_reads_in_flight_leave_nothing_behind() {
     println!("{overlaps} of {CLIENTS} clients died while they fetched");
     assert!(overlaps > CLIENTS / 4);
     wait_until("an idle peer", || peer.resources() == idle);
-    let end = (peer.resources(), kilobytes(&peer, "VmPin"), kilobytes(&peer, "VmRSS"));
+    let end = (peer.idle_resources(), kilobytes(&peer, "VmPin"), kilobytes(&peer, "VmRSS"));
     println!("threads and descriptors, pinned kB, resident kB: {begin:?} before, {end:?} after");
     assert_eq!((begin.0, begin.1), (end.0, end.1));
     assert!(end.2 <= begin.2 + KEPT_KB, "{} kB more", end.2 - begin.2);
