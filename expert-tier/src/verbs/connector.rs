@@ -172,7 +172,14 @@ fn instead(desk: &Arc<Desk>, dialler: &Dialler, first: OpenError) -> Result<(), 
             }
             // The first error says more than that there is nothing else.
             Err(error) if is_nothing_else(&error) => {}
-            Err(error) => second = Some(error),
+            Err(error) => {
+                // Two rails in a row for which the peer fell silent: a third would cost its bound, too.
+                let is_silent = matches!(error, OpenError::Io { .. });
+                second = Some(error);
+                if is_silent {
+                    break;
+                }
+            }
         }
     }
     match second {
