@@ -113,6 +113,14 @@ struct Piece {
     slot: Option<PinnedSlot>,
 }
 
+/// A connection may end with reads under way. They are not the disk's to be late with any more.
+impl Drop for DirectSender {
+    fn drop(&mut self) {
+        let now = Instant::now();
+        self.reading.drain(..).for_each(|read| self.disk.end(read, false, now));
+    }
+}
+
 impl DirectSender {
     pub(crate) fn new(store: &ExpertStore, disk: Disk) -> Result<Self, NoReader> {
         let options =
@@ -335,5 +343,17 @@ mod tests {
         assert!(sender.settle::<()>(STALL).is_ok());
         assert_eq!(sender.free.len(), PIECES, "every slot is back");
         assert!(started.elapsed() < STALL, "nobody waits for reads that have ended");
+    }
+
+    #[test]
+    fn a_connection_that_ends_with_reads_under_way_leaves_none_of_them_to_the_disk() {
+        let store = store();
+        let disk = Disk::default();
+        let Ok(mut sender) = DirectSender::new(&store.open(), disk.clone()) else { return };
+        let failed = sender.send(stretch(&store, 0, 0), STALL, |_| Err("full"));
+        assert!(matches!(failed, Err(SendError::Sink("full"))), "{failed:?}");
+        assert!(!sender.reading.is_empty(), "reads behind the first one are under way");
+        drop(sender);
+        assert!(format!("{disk:?}").contains("under_way: []"), "{disk:?}");
     }
 }

@@ -223,7 +223,7 @@ impl Devices {
             let push_device = push.is_some().then_some(at);
             device.served = Some(Arc::new(Served::new(registration, push_device)));
         }
-        *self.lock() = known;
+        self.replace(known);
         let _first = self.shared.set(Shared { memory, bytes, push: push.clone() });
         self.survey();
         Ok(push)
@@ -303,7 +303,7 @@ impl Devices {
             self.wishes.is_empty() || device.is_some_and(wished)
         };
         known.retain(|it| it.served.is_some() || is_wanted(it.context.name()));
-        *self.lock() = known;
+        self.replace(known);
         Ok(())
     }
 
@@ -344,7 +344,7 @@ impl Devices {
         }
         let names = known.iter().map(|it| it.context.name().to_owned()).collect::<Vec<_>>();
         changed |= listed.iter().any(|it| !names.contains(&it.name));
-        *self.lock() = known;
+        self.replace(known);
         if !changed {
             return;
         }
@@ -374,7 +374,7 @@ impl Devices {
                 Err(_) => device.retry_at = Some(Instant::now() + RETRY),
             }
         }
-        *self.lock() = known;
+        self.replace(known);
     }
 
     /// Logs why a device is left out, once for each reason; `None` is that it is not.
@@ -405,6 +405,13 @@ impl Devices {
 
     fn facts(&self) -> Vec<DeviceFacts> {
         facts_of(&self.lock().clone())
+    }
+
+    /// Makes `known` the list. What is in the old one alone goes once the lock is free: deregistering a
+    /// region takes long, and every offer looks at the list.
+    fn replace(&self, known: Vec<Known>) {
+        let old = std::mem::replace(&mut *self.lock(), known);
+        drop(old);
     }
 
     /// Each change is one assignment, so a poisoned lock guards sound data.
