@@ -11,21 +11,19 @@ use signal_hook::flag::{register, register_conditional_shutdown};
 /// process at once. From here on a file that outgrows `ulimit -f` is an error, too.
 ///
 /// A terminal that closes sends SIGHUP more than once, and other signals with it, so these end
-/// nothing at once. Where SIGHUP is ignored (`nohup`), it stays ignored.
+/// nothing at once. A signal that is ignored already stays ignored: SIGHUP under `nohup`, SIGINT and
+/// SIGQUIT of what a shell without job control starts in the background.
 pub(crate) fn stop_flag() -> anyhow::Result<Arc<AtomicBool>> {
     let stop = Arc::new(AtomicBool::new(false));
     let asked = Arc::new(AtomicBool::new(false));
-    for signal in [SIGTERM, SIGINT] {
+    for signal in [SIGTERM, SIGINT].into_iter().filter(|&signal| !is_ignored(signal)) {
         // In this order: the first signal finds the flag unset and sets it, the second exits.
         register_conditional_shutdown(signal, 1, Arc::clone(&asked))
             .and_then(|_| register(signal, Arc::clone(&asked)))
             .and_then(|_| register(signal, Arc::clone(&stop)))
             .context("cannot handle signals")?;
     }
-    for signal in [SIGHUP, SIGQUIT, SIGXCPU] {
-        if signal == SIGHUP && is_ignored(signal) {
-            continue;
-        }
+    for signal in [SIGHUP, SIGQUIT, SIGXCPU].into_iter().filter(|&signal| !is_ignored(signal)) {
         register(signal, Arc::clone(&stop)).context("cannot handle signals")?;
     }
     survive_file_limit()?;
