@@ -25,7 +25,7 @@ pub(super) struct Call {
     pub(super) layer_index: usize,
     pub(super) queue: CompletionQueue,
     pub(super) submitted: Instant,
-    /// When its first part was posted or asked for: its total runs from then on.
+    /// When its first part was posted or asked for, or a device refused to: its total runs from then on.
     pub(super) asked: Option<Instant>,
     pub(super) attempts: u32,
     pub(super) slot: Slot<Parted>,

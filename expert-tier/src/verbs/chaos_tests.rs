@@ -50,8 +50,8 @@ const EIO: i32 = 5;
 const ENOMEM: i32 = 12;
 const EBUSY: i32 = 16;
 
-/// Every call of the backend, and the error that it fails with.
-const CALLS: [(&str, i32); 25] = [
+/// Every call of the backend, and the errors that it fails with.
+const CALLS: [(&str, i32); 26] = [
     ("ibv_get_device_list", EIO),
     ("ibv_open_device", EIO),
     ("ibv_close_device", EIO),
@@ -61,6 +61,7 @@ const CALLS: [(&str, i32); 25] = [
     ("ibv_alloc_pd", ENOMEM),
     ("ibv_dealloc_pd", EBUSY),
     ("ibv_reg_mr", ENOMEM),
+    ("ibv_reg_mr", EIO),
     ("ibv_dereg_mr", EIO),
     ("ibv_create_comp_channel", EIO),
     ("ibv_destroy_comp_channel", EBUSY),

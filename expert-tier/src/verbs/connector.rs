@@ -227,9 +227,9 @@ pub(super) fn connect(desk: &Arc<Desk>, dialler: &Dialler, slot: usize) {
             attempts.failed(Instant::now());
             continue;
         }
-        // Counted before the rail carries anything.
         let dial = || session::dial(desk, dialler, slot, Pairs::Any);
-        match set_up(desk, slot, || dial().inspect(|_| desk.count_reconnect())) {
+        // Counted before the rail carries anything.
+        match set_up(desk, slot, || dial().inspect(|_| attempts.count(desk))) {
             Ok(_) => {
                 attempts.succeeded(Instant::now());
                 desk.complaints.clear(slot);
@@ -319,6 +319,13 @@ impl Attempts {
 
     fn succeeded(&mut self, now: Instant) {
         (self.up_since, self.ever_up) = (Some(now), true);
+    }
+
+    /// An attempt has brought the rail: anew, if it was there before.
+    fn count(&self, desk: &Desk) {
+        if self.ever_up {
+            desk.count_reconnect();
+        }
     }
 
     /// How long the next attempt is to wait. A rail that has never been there beside another is looked

@@ -1,5 +1,7 @@
 //! When a rail is tried, and what is said of it; without a peer.
 
+use super::super::VerbsOptions;
+use super::super::devices::Devices;
 use super::*;
 
 const BACKOFF: BackoffSettings = BackoffSettings { first_ms: 10, most_ms: 100 };
@@ -94,4 +96,19 @@ fn a_second_rail_is_possible_where_only_this_host_lacks_it() {
         assert_eq!(possible(why.as_ref(), DualRail::One), 1, "{why:?}");
     }
     assert_eq!(possible(Some(&OneRail::PeerOffersOne), DualRail::Two), 1);
+}
+
+#[test]
+fn a_rail_that_comes_up_for_the_first_time_is_no_reconnect() {
+    let store = crate::testing::TestStore::new(1, 1, &[1000], 3);
+    let manifest = Arc::clone(store.open().manifest());
+    let known = Devices::of(gpu_sys::verbs::fake::library(std::path::Path::new("/absent")));
+    let desk = Desk::new(VerbsOptions::new("peer"), manifest, known).expect("a desk");
+    let mut attempts = Attempts::new(BACKOFF, false, Instant::now());
+    attempts.count(&desk);
+    assert_eq!(desk.reconnects(), 0);
+    attempts.succeeded(Instant::now());
+    attempts.is_missing(Instant::now(), DEADLINE);
+    attempts.count(&desk);
+    assert_eq!(desk.reconnects(), 1);
 }

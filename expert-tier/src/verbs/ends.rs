@@ -7,7 +7,7 @@ use super::call::{Call, Way};
 use super::desk::Desk;
 use super::state::Late;
 use crate::arena::{Gathered, Judged, Rejected, Slot};
-use crate::error::{Bound, FetchError, FetchFailure};
+use crate::error::{FetchError, FetchFailure};
 use crate::record::RecordIdentity;
 use crate::tier::{CompletionQueue, Fetched, Outcome, Source, Ticket, TierKind};
 
@@ -146,8 +146,8 @@ impl Desk {
         let mut late = Vec::new();
         self.lock().expire(&self.options, &mut over, &mut late);
         self.finish_all(over);
-        for Late { ticket, key, queue, submitted, waited } in late {
-            let (backend, bound) = (TierKind::RdmaVerbs, Bound::Total);
+        for Late { ticket, key, queue, submitted, waited, bound } in late {
+            let backend = TierKind::RdmaVerbs;
             let error = Box::new(FetchError::Deadline { key, backend, waited, bound });
             self.refuse(ticket, key, &queue, submitted, FetchFailure { error, slot: None });
         }

@@ -24,6 +24,8 @@ use crate::key::ExpertKey;
 use crate::testing::{TestStore, small_arena};
 use crate::tier::{CompletionQueue, FetchRequest};
 
+#[path = "grant_tests.rs"]
+mod grant_tests;
 #[path = "memory_tests.rs"]
 mod memory_tests;
 
@@ -88,7 +90,15 @@ impl Bench {
     }
 
     fn with_options(devices: &[&str], change: impl FnOnce(&mut VerbsOptions)) -> Self {
-        let store = TestStore::new(1, EXPERTS, &[700_001], 91);
+        Self::with_records(devices, 700_001, change)
+    }
+
+    fn with_records(
+        devices: &[&str],
+        payload_bytes: u64,
+        change: impl FnOnce(&mut VerbsOptions),
+    ) -> Self {
+        let store = TestStore::new(1, EXPERTS, &[payload_bytes], 91);
         let open = store.open();
         let manifest = Arc::clone(open.manifest());
         let drain = Duration::from_secs(1);

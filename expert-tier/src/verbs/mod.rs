@@ -289,7 +289,7 @@ impl VerbsTier {
         Ok(())
     }
 
-    /// How often a rail was set up again after one was lost.
+    /// How often a rail was set up again after it was lost.
     #[must_use]
     pub fn reconnects(&self) -> u64 {
         self.desk.reconnects()

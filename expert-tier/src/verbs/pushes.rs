@@ -72,7 +72,6 @@ impl State {
         };
         lane.reserve(part.range().len());
         call.out += 1;
-        call.asked.get_or_insert_with(Instant::now);
         call.was_pushed = true;
         let device = Arc::clone(lane.device());
         let (part, place) = (part.tagged(id), is_granted.then(|| grants.place()));
@@ -90,13 +89,17 @@ impl State {
         key: ExpertKey,
         granted: Granted,
     ) -> Result<(), Box<Granted>> {
-        let rail = self.rails.iter_mut().find(|rail| rail.number == number);
+        let Self { rails, calls, .. } = self;
+        let rail = rails.iter_mut().find(|rail| rail.number == number);
         let Some(rail) = rail else { return Err(Box::new(granted)) };
         let ending = rail.ending().is_some();
         let Some(lane) = &mut rail.push else { return Err(Box::new(granted)) };
         if ending {
             lane.unreserve(granted.bytes());
             return Err(Box::new(granted));
+        }
+        if let Some(call) = calls.find(granted.tag()) {
+            call.asked.get_or_insert_with(Instant::now);
         }
         lane.post(key, granted).map_err(|refused| {
             let (granted, why) = *refused;
@@ -105,14 +108,43 @@ impl State {
         })
     }
 
-    /// A part that has a place on rail `number` could not be granted: its request fails with `error`,
-    /// or waits until there is room for the grant where there is none.
-    pub(super) fn not_granted(&mut self, number: u64, part: &Part, error: Option<FetchError>) {
-        let rail = self.rails.iter_mut().find(|rail| rail.number == number);
-        if let Some(lane) = rail.and_then(|rail| rail.push.as_mut()) {
+    /// A part that has a place on rail `number` could not be granted. Without an error it waits until
+    /// there is room for the grant. Where there is no room at all its request fails; any other error is
+    /// the device's, so the rail ends and the part goes to another. Where there is no other, that was
+    /// one of the request's `attempts`.
+    pub(super) fn not_granted(
+        &mut self,
+        number: u64,
+        part: &Part,
+        error: Option<FetchError>,
+        attempts: u32,
+    ) {
+        let Self { rails, calls, .. } = self;
+        let Some(rail) = rails.iter_mut().find(|rail| rail.number == number) else { return };
+        if let Some(lane) = &mut rail.push {
             lane.unreserve(part.range().len());
         }
-        if let (Some(call), Some(error)) = (self.calls.find(part.tag()), error) {
+        let Some(error) = error else { return };
+        let call = calls.find(part.tag());
+        if matches!(&error, FetchError::Grant { source, .. } if source.is_of_size()) {
+            if let Some(call) = call {
+                call.failed.get_or_insert(error);
+            }
+            return;
+        }
+        if rail.ending().is_some() {
+            // What another part has met is not counted against this one.
+            return;
+        }
+        rail.end(error.to_string());
+        let Some(call) = call else { return };
+        call.asked.get_or_insert_with(Instant::now);
+        if rails.iter().any(|rail| rail.takes_more() && rail.push.is_some()) {
+            return;
+        }
+        if call.attempts < attempts {
+            call.attempts += 1;
+        } else {
             call.failed.get_or_insert(error);
         }
     }

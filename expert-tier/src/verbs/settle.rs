@@ -22,21 +22,27 @@ const MAX_CHANNELS: usize = 2;
 
 impl Desk {
     /// Does what was left to do when the lock was free; that may leave more of it.
-    pub(super) fn settle(self: &Arc<Self>, todo: Todo) {
-        let Todo { over, orders, revoke } = todo;
-        self.finish_all(over);
-        let mut back = Vec::new();
-        for granted in revoke {
-            let call = granted.tag();
-            match granted.revoke() {
-                Some(part) => back.push(part),
-                None => self.part_lost(call, NOT_REVOKED),
+    pub(super) fn settle(self: &Arc<Self>, mut todo: Todo) {
+        // A loop: as many requests may fail one after the other as there are.
+        loop {
+            let Todo { over, orders, revoke } = todo;
+            self.finish_all(over);
+            let mut back = Vec::new();
+            for granted in revoke {
+                let call = granted.tag();
+                match granted.revoke() {
+                    Some(part) => back.push(part),
+                    None => self.part_lost(call, NOT_REVOKED),
+                }
             }
+            for order in orders {
+                back.extend(self.send(order));
+            }
+            if back.is_empty() {
+                return;
+            }
+            todo = self.ring_again(back);
         }
-        for order in orders {
-            back.extend(self.send(order));
-        }
-        self.put_back(back);
     }
 
     /// Grants the part of `order` and asks for it; it comes back if that cannot be done.
@@ -59,7 +65,8 @@ impl Desk {
                 let (part, source) = *refused;
                 let bytes = part.range().len() as u64;
                 let error = |source| FetchError::Grant { key, bytes, source: Box::new(source) };
-                self.lock().not_granted(rail, &part, source.map(error));
+                let error = source.map(error);
+                self.lock().not_granted(rail, &part, error, self.options.attempts);
                 Some(part)
             }
         }
@@ -94,17 +101,20 @@ impl Desk {
 
     /// Parts that never got to fly, or whose queue pair is gone, are to be read again.
     pub(super) fn put_back(self: &Arc<Self>, parts: Vec<Part>) {
-        if parts.is_empty() {
-            return;
+        if !parts.is_empty() {
+            self.settle(self.ring_again(parts));
         }
+    }
+
+    /// Puts `parts` in line again, and posts what there is room for.
+    fn ring_again(&self, parts: Vec<Part>) -> Todo {
         let mut todo = Todo::default();
         let mut state = self.lock();
         for part in parts {
             todo.over.extend(state.came_back(part));
         }
         self.ring_locked(&mut state, &mut todo);
-        drop(state);
-        self.settle(todo);
+        todo
     }
 
     /// Waits until something comes of what the peer was asked for, at most `wait`. For a caller that

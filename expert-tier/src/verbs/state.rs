@@ -70,8 +70,10 @@ pub(super) struct Late {
     pub(super) key: ExpertKey,
     pub(super) queue: CompletionQueue,
     pub(super) submitted: Instant,
-    /// How long ago its first byte was asked for.
+    /// How long ago its first byte was asked for, or how long nothing came.
     pub(super) waited: Duration,
+    /// Which bound that is over.
+    pub(super) bound: Bound,
 }
 
 impl State {
@@ -149,16 +151,25 @@ impl State {
     }
 
     /// A part has not landed: it is to be read again, if its record is still wanted. The call comes
-    /// back if it is not, and this was the last of it.
+    /// back if it is not, and this was the last of it. Rails give parts back in any order; the line stays
+    /// in the order of submission.
     pub(super) fn came_back(&mut self, part: Part) -> Option<Call> {
         let id = part.tag();
         let call = self.calls.find(id)?;
         call.out = call.out.saturating_sub(1);
         if call.is_wanted() {
             call.back.push(part);
-            let (way, was_in_line) = (call.way, std::mem::replace(&mut call.in_line, true));
-            if !was_in_line {
-                self.line(way).push_front(id);
+            let (way, submitted) = (call.way, call.submitted);
+            if !std::mem::replace(&mut call.in_line, true) {
+                let Self { calls, reads, pushes, .. } = self;
+                let line = match way {
+                    Way::Read => reads,
+                    Way::Push => pushes,
+                };
+                let is_later =
+                    |other: &u32| calls.find(*other).is_some_and(|call| call.submitted > submitted);
+                let place = line.iter().position(is_later).unwrap_or(line.len());
+                line.insert(place, id);
             }
             return None;
         }
@@ -341,20 +352,31 @@ impl State {
         for id in 0..self.calls.len() {
             let Some(call) = self.calls.find(id).filter(|call| call.is_wanted()) else { continue };
             let key = call.key();
-            let (waited, most) = match call.asked {
-                Some(asked) => (asked.elapsed(), options.total),
+            let (waited, most, bound) = match call.asked {
+                Some(asked) => (asked.elapsed(), options.total, Bound::Total),
                 None => {
                     let silent = call.submitted.elapsed().min(silence);
-                    (silent, options.total.max(options.deadline))
+                    let longer = match options.deadline > options.total {
+                        true => (options.deadline, Bound::Due),
+                        false => (options.total, Bound::Total),
+                    };
+                    (silent, longer.0, longer.1)
                 }
             };
             if waited >= most {
                 if call.out > 0 {
                     call.told = true;
                     let (ticket, queue) = (call.ticket, call.queue.clone());
-                    late.push(Late { ticket, key, queue, submitted: call.submitted, waited });
+                    late.push(Late {
+                        ticket,
+                        key,
+                        queue,
+                        submitted: call.submitted,
+                        waited,
+                        bound,
+                    });
                 } else {
-                    let (backend, bound) = (TierKind::RdmaVerbs, Bound::Total);
+                    let backend = TierKind::RdmaVerbs;
                     call.failed = Some(FetchError::Deadline { key, backend, waited, bound });
                 }
             } else if down && call.out == 0 {
