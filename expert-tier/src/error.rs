@@ -119,7 +119,7 @@ pub enum FetchError {
         /// The record.
         key: ExpertKey,
         /// Why not.
-        source: Box<gpu_sys::verbs::VerbsError>,
+        source: std::sync::Arc<gpu_sys::verbs::VerbsError>,
     },
     /// A part of the slot cannot be registered for the peer to write, also while nothing else is.
     #[cfg(metrale_rdma_verbs)]
@@ -227,7 +227,9 @@ impl FetchError {
             #[cfg(feature = "unverified")]
             Self::Unchecked { .. } => false,
             #[cfg(metrale_rdma_verbs)]
-            Self::Register { source, .. } | Self::Grant { source, .. } => source.is_transient(),
+            Self::Register { source, .. } => source.is_transient(),
+            #[cfg(metrale_rdma_verbs)]
+            Self::Grant { source, .. } => source.is_transient(),
             Self::Key(_)
             | Self::NotResident { .. }
             | Self::SlotTooSmall { .. }

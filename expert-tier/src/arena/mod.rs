@@ -89,7 +89,7 @@ pub enum ArenaError {
         /// What was to be registered.
         what: &'static str,
         /// Why not.
-        source: Box<gpu_sys::verbs::VerbsError>,
+        source: Arc<gpu_sys::verbs::VerbsError>,
     },
     /// A device was required and cannot be had.
     #[error("an arena on CUDA device {ordinal} was required: {source}")]
@@ -273,10 +273,36 @@ impl ExpertArena {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct ArenaId(usize);
 
+impl ExpertArena {
+    /// Whether `other` is a handle on the same arena.
+    pub(crate) fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
 #[cfg(metrale_rdma_verbs)]
 impl ExpertArena {
     pub(crate) fn id(&self) -> ArenaId {
         ArenaId(Arc::as_ptr(&self.0).addr())
+    }
+
+    pub(crate) fn downgrade(&self) -> WeakArena {
+        WeakArena(Arc::downgrade(&self.0))
+    }
+}
+
+/// Remembers an arena and does not keep it. No other arena has its place meanwhile.
+#[cfg(metrale_rdma_verbs)]
+pub(crate) struct WeakArena(std::sync::Weak<ArenaInner>);
+
+#[cfg(metrale_rdma_verbs)]
+impl WeakArena {
+    pub(crate) fn is(&self, arena: &ExpertArena) -> bool {
+        std::ptr::eq(self.0.as_ptr(), Arc::as_ptr(&arena.0))
+    }
+
+    pub(crate) fn is_gone(&self) -> bool {
+        self.0.strong_count() == 0
     }
 }
 

@@ -67,6 +67,8 @@ impl Shared {
 
     /// Names the arena to every way. One that does not take it is passed by when a request fails there.
     pub(super) fn use_arena(&self, arena: &ExpertArena) -> Result<(), ArenaError> {
+        // Before any way has it: one that opens meanwhile finds it in the list, or is asked here.
+        let is_listed = self.list(arena);
         let (mut taken, mut refused) = (false, None);
         for way in &self.ways {
             let Some(tier) = way.tier() else { continue };
@@ -79,23 +81,47 @@ impl Shared {
             }
         }
         if let (Some(error), false) = (refused, taken) {
+            if is_listed {
+                let mut arenas = lock(&self.arenas);
+                let unlisted: Vec<_> = arenas.extract_if(.., |it| it.is(arena)).collect();
+                drop(arenas);
+                drop(unlisted);
+            }
             return Err(error);
-        }
-        if self.ways.iter().any(|way| way.tier().is_none()) {
-            lock(&self.arenas).push(arena.clone());
         }
         Ok(())
     }
 
+    /// Lists `arena` for ways that are not open yet; says whether it did and it was not listed.
+    fn list(&self, arena: &ExpertArena) -> bool {
+        let mut arenas = lock(&self.arenas);
+        let is_new = self.ways.iter().any(|way| way.tier().is_none())
+            && !arenas.iter().any(|it| it.is(arena));
+        if is_new {
+            arenas.push(arena.clone());
+        }
+        is_new
+    }
+
     /// Way `at` is there now.
     pub(super) fn opened(&self, at: usize, tier: Arc<dyn ExpertTier>) {
-        for arena in lock(&self.arenas).iter() {
-            if let Err(error) = tier.use_arena(arena) {
+        let mut named: Vec<ExpertArena> = Vec::new();
+        loop {
+            let arenas = lock(&self.arenas);
+            let is_named = |arena: &&ExpertArena| named.iter().any(|it| it.is(arena));
+            let Some(arena) = arenas.iter().find(|arena| !is_named(arena)).cloned() else {
+                // Under the lock, so that no arena is listed between this look and the opening. The
+                // tier itself does not end under it, where the way is closed.
+                self.ways[at].open_with(Arc::clone(&tier));
+                break;
+            };
+            drop(arenas);
+            if let Err(error) = tier.use_arena(&arena) {
                 tracing::warn!(backend = self.ways[at].kind.name(), %error,
                     "a way does not take the arena");
             }
+            named.push(arena);
         }
-        self.ways[at].open_with(tier);
         self.ways[at].mend();
     }
 

@@ -395,6 +395,79 @@ fn a_way_that_comes_later_is_opened_then_and_used() {
     assert_eq!(attempts.load(Ordering::Relaxed), 4);
 }
 
+/// Counts the arenas that it is named, and does something else while it takes the first.
+struct Named {
+    inner: PosixTier,
+    count: AtomicU64,
+    meanwhile: Mutex<Option<Box<dyn FnOnce() + Send>>>,
+}
+
+impl Named {
+    fn new(store: &TestStore) -> Arc<Self> {
+        let inner = PosixTier::open(&store.path(), PosixOptions::default()).expect("a sound store");
+        Arc::new(Self { inner, count: AtomicU64::new(0), meanwhile: Mutex::default() })
+    }
+
+    fn meanwhile(&self, does: impl FnOnce() + Send + 'static) {
+        *self.meanwhile.lock().unwrap() = Some(Box::new(does));
+    }
+
+    fn count(&self) -> u64 {
+        self.count.load(Ordering::Relaxed)
+    }
+}
+
+impl ExpertTier for Named {
+    fn kind(&self) -> TierKind {
+        TierKind::Posix
+    }
+
+    fn manifest(&self) -> &Arc<Manifest> {
+        self.inner.manifest()
+    }
+
+    fn healthy(&self) -> bool {
+        true
+    }
+
+    fn deadline(&self) -> Duration {
+        DEADLINES
+    }
+
+    fn use_arena(&self, _: &ExpertArena) -> Result<(), ArenaError> {
+        self.count.fetch_add(1, Ordering::Relaxed);
+        let does = self.meanwhile.lock().unwrap().take();
+        does.into_iter().for_each(|does| does());
+        Ok(())
+    }
+
+    fn submit(&self, batch: &mut Vec<FetchRequest>, queue: &CompletionQueue) {
+        self.inner.submit(batch, queue);
+    }
+
+    fn cancel(&self, _: Ticket) {}
+
+    fn poll(&self, queue: &CompletionQueue, wait: Duration) -> Option<Completion> {
+        queue.pop(wait)
+    }
+}
+
+#[test]
+fn a_way_that_opens_while_an_arena_is_named_to_the_others_is_named_it_too() {
+    let store = TestStore::new(1, 2, &[5_000], 1);
+    let way = || Way::new(TierKind::Posix, DEADLINES, DEADLINES, &patient());
+    let shared = Arc::new(Shared::new(vec![way(), way()], patient()));
+    let (late, second) = (Named::new(&store), Named::new(&store));
+    shared.ways[1].open_with(Arc::clone(&second) as _);
+    let (first_arena, other_arena) = (small_arena(1), small_arena(1));
+    let (theirs, its) = (Arc::clone(&shared), Arc::clone(&late));
+    second.meanwhile(move || theirs.opened(0, its));
+    let theirs = Arc::clone(&shared);
+    late.meanwhile(move || theirs.use_arena(&other_arena).expect("a way takes it"));
+    shared.use_arena(&first_arena).expect("a way takes it");
+    assert_eq!((late.count(), second.count()), (2, 2));
+}
+
 #[test]
 fn a_way_that_never_comes_is_not_tried_again() {
     let store = TestStore::new(2, 8, &[5_000, 300_001], 7);

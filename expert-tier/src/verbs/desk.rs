@@ -21,6 +21,7 @@ use super::grant::{Granted, NOT_REVOKED};
 use super::grants::Grants;
 use super::push::PushLane;
 use super::rail::{Leftover, Rail};
+use super::refused::RefusedArenas;
 use super::reports::Reports;
 use super::session::{Opened, PROBE_BYTES, PROBES, Session};
 use super::state::{State, Todo};
@@ -40,6 +41,7 @@ pub(super) struct Desk {
     pub(super) accounts: Accounts,
     pub(super) devices: Devices,
     pub(super) grants: Arc<Grants>,
+    pub(super) refused_arenas: RefusedArenas,
     /// Slots to try new rails with.
     pub(super) probe: ExpertArena,
     next_rail: AtomicU64,
@@ -133,6 +135,7 @@ impl Desk {
             devices,
             state: Mutex::new(State::new(Arc::clone(&grants))),
             grants,
+            refused_arenas: RefusedArenas::default(),
             bell: Condvar::new(),
             in_flight: AtomicUsize::new(0),
             most_in_flight: AtomicUsize::new(0),
@@ -197,11 +200,8 @@ impl Desk {
                 return self.refuse(ticket, key, queue, submitted, failure);
             }
         };
-        let arena = slot.arena();
-        if !self.devices.knows(&arena)
-            && let Err(refused) = self.use_arena(&arena)
-        {
-            let error = Box::new(FetchError::Register { key, source: Box::new(refused.error) });
+        if let Err(source) = self.find_arena(&slot.arena()) {
+            let error = Box::new(FetchError::Register { key, source });
             let slot = slot.gather().ok().map(Slot::<Gathered>::abandon);
             let failure = FetchFailure { error, slot };
             return self.refuse(ticket, key, queue, submitted, failure);
@@ -263,6 +263,7 @@ impl Desk {
         state.healthy = true;
         let rails = state.rails.len();
         drop(state);
+        self.refused_arenas.forget_all();
         tracing::info!(peer = %self.options.peer, rail = name, slot, rails, outage_ms,
             "a rail is up");
         self.ring();

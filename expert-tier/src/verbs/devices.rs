@@ -6,9 +6,10 @@
 //! peer that is to write gets a registration of its own of the bytes that it is to write.
 //!
 //! Opening a device and registering an arena take as long as the arena is large, and no setting bounds
-//! that. So neither is done under a lock that a request takes: the lists are locked to look something
-//! up or to add it, and locks of their own keep two threads from opening one device twice
-//! ([`Devices::opening`]) or registering one arena twice ([`Device::registering`]).
+//! that. So neither is done under a lock that a request takes, and no registration is dropped under one:
+//! the lists are locked to look something up, to add it or to take it out, and locks of their own keep
+//! two threads from opening one device twice ([`Devices::opening`]) or registering one arena twice
+//! ([`Device::registering`]).
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -86,37 +87,69 @@ impl Devices {
     pub(super) fn device(&self, name: &str) -> Result<Arc<Device>, VerbsError> {
         let opening = Arc::clone(lock(&self.opening).entry(name.to_owned()).or_default());
         let _opening = lock(&opening);
-        let mut known = lock(&self.known);
-        // A device that was taken out and made anew has its name, and nothing else, of the old one.
-        known.opened.retain(|it| it.name() != name || it.context().is_current());
-        let opened = known.opened.iter().find(|it| it.name() == name).cloned();
-        drop(known);
-        let device = match opened {
-            Some(device) => device,
-            None => {
-                let domain = ProtectionDomain::new(&self.library.open_device(name)?)?;
-                Arc::new(Device::of(domain))
+        loop {
+            let mut known = lock(&self.known);
+            // A device that was taken out and made anew has its name, and nothing else, of the old one.
+            let is_stale = |it: &mut Arc<Device>| it.name() == name && !it.context().is_current();
+            let stale: Vec<_> = known.opened.extract_if(.., is_stale).collect();
+            let opened = known.opened.iter().find(|it| it.name() == name).cloned();
+            drop(known);
+            drop(stale);
+            let is_new = opened.is_none();
+            let device = match opened {
+                Some(device) => device,
+                None => {
+                    let domain = ProtectionDomain::new(&self.library.open_device(name)?)?;
+                    Arc::new(Device::of(domain))
+                }
+            };
+            if self.register_all(&device, is_new)? {
+                return Ok(device);
             }
-        };
+        }
+    }
+
+    /// Registers every known arena with `device`, and adds it if it is new. False where it was forgotten
+    /// meanwhile.
+    fn register_all(&self, device: &Arc<Device>, is_new: bool) -> Result<bool, VerbsError> {
         loop {
             let mut known = lock(&self.known);
             // Also one that the device has refused before.
             let new = known.arenas.iter().find(|arena| device.region(arena.id()).is_none());
-            let Some(arena) = new.cloned() else {
-                if !known.opened.iter().any(|it| Arc::ptr_eq(it, &device)) {
-                    known.opened.push(Arc::clone(&device));
-                }
-                return Ok(device);
-            };
+            if let Some(arena) = new.cloned() {
+                drop(known);
+                device.register(&arena)?;
+                continue;
+            }
+            let dropped = device.take_unlisted(&known.arenas);
+            if is_new {
+                known.opened.push(Arc::clone(device));
+            }
+            let is_there = known.opened.iter().any(|it| Arc::ptr_eq(it, device));
             drop(known);
-            device.register(&arena)?;
+            drop(dropped);
+            return Ok(is_there);
         }
     }
 
     /// Drops `device`. The next [`device`](Self::device) of its name opens it again and registers every
     /// arena with it.
     pub(super) fn forget(&self, device: &Arc<Device>) {
-        lock(&self.known).opened.retain(|known| !Arc::ptr_eq(known, device));
+        let mut known = lock(&self.known);
+        let forgotten: Vec<_> =
+            known.opened.extract_if(.., |known| Arc::ptr_eq(known, device)).collect();
+        drop(known);
+        // The last handle on it deregisters every arena.
+        drop(forgotten);
+    }
+
+    /// Adds the open devices that `devices` lacks.
+    pub(super) fn add_opened(&self, devices: &mut Vec<Arc<Device>>) {
+        for device in &lock(&self.known).opened {
+            if !devices.iter().any(|it| Arc::ptr_eq(it, device)) {
+                devices.push(Arc::clone(device));
+            }
+        }
     }
 
     /// Registers `arena` with every open device, and with those that are opened later. Returns the
@@ -129,17 +162,24 @@ impl Devices {
         let opened = known.opened.clone();
         drop(known);
         let refused =
-            |device: Arc<Device>| Some((Arc::clone(&device), device.register(arena).err()?));
-        opened.into_iter().filter_map(refused).collect()
+            |device: &Arc<Device>| Some((Arc::clone(device), device.register(arena).err()?));
+        let refusals = opened.iter().filter_map(refused).collect();
+        let known = lock(&self.known);
+        let dropped: Vec<_> =
+            opened.iter().flat_map(|device| device.take_unlisted(&known.arenas)).collect();
+        drop(known);
+        drop(dropped);
+        refusals
     }
 
     /// Drops the registrations of `arena`, and registers it with no device that is opened later.
     pub(super) fn drop_arena(&self, arena: ArenaId) {
         let mut known = lock(&self.known);
-        known.arenas.retain(|it| it.id() != arena);
-        let opened = known.opened.clone();
+        let listed: Vec<_> = known.arenas.extract_if(.., |it| it.id() == arena).collect();
+        let dropped: Vec<_> =
+            known.opened.iter().flat_map(|device| device.take_unlisted(&known.arenas)).collect();
         drop(known);
-        opened.iter().for_each(|device| device.drop_arena(arena));
+        drop((dropped, listed));
     }
 
     /// Devices that are open.
@@ -205,15 +245,15 @@ impl Device {
         self.region(arena).is_some() || lock(&self.refused).contains(&arena)
     }
 
-    /// Registers `bytes` of the largest arena again and undoes it: whether a grant has room beside what
-    /// is registered. No peer can write there meanwhile.
+    /// Registers `bytes` of the largest arena again as a grant is, and undoes it: whether a grant has
+    /// room beside what is registered. No peer is told of it.
     pub(super) fn try_grant(&self, bytes: usize) -> Result<(), VerbsError> {
         let registered = lock(&self.registered);
         let largest = registered.iter().max_by_key(|it| it.memory.region().1);
         let Some(memory) = largest.map(|it| Arc::clone(&it.memory)) else { return Ok(()) };
         drop(registered);
         let bytes = bytes.min(memory.region().1);
-        MemoryRegion::register(&self.domain, memory, 0..bytes, Access::LocalWrite).map(drop)
+        MemoryRegion::register(&self.domain, memory, 0..bytes, Access::RemoteWrite).map(drop)
     }
 
     /// Drops the registration of an arena, which counts as refused from then on.
@@ -223,12 +263,18 @@ impl Device {
             refused.push(arena);
         }
         drop(refused);
-        lock(&self.registered).retain(|it| it.id != arena);
+        let mut registered = lock(&self.registered);
+        let dropped: Vec<_> = registered.extract_if(.., |it| it.id == arena).collect();
+        drop(registered);
+        drop(dropped);
     }
 
-    fn drop_arena(&self, arena: ArenaId) {
-        lock(&self.registered).retain(|it| it.id != arena);
-        lock(&self.refused).retain(|id| *id != arena);
+    /// Forgets every arena that is not among `listed`. Its registration is for the caller to drop, where
+    /// no lock is held: deregistering takes as long as the arena is large.
+    fn take_unlisted(&self, listed: &[ExpertArena]) -> Vec<Registered> {
+        let is_listed = |id: ArenaId| listed.iter().any(|arena| arena.id() == id);
+        lock(&self.refused).retain(|id| is_listed(*id));
+        lock(&self.registered).extract_if(.., |it| !is_listed(it.id)).collect()
     }
 
     /// Registers the bytes of `part`, and no more, for a peer to write.

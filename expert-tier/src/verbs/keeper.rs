@@ -95,9 +95,11 @@ fn report(desk: &Desk, sessions: &[Session], told: &mut Instant) {
     }
 }
 
-/// Ends the rails whose device or port has said that it is down.
+/// Ends the rails whose device or port has said that it is down. A device that has no rail is heard as
+/// well: after it has failed, the next rail needs it opened anew.
 fn look_at_events(desk: &Desk, devices: &mut Vec<Arc<Device>>) {
     desk.rail_devices(devices);
+    desk.devices.add_opened(devices);
     for device in devices {
         while let Ok(Some(event)) = device.context().next_event() {
             tracing::info!(device = device.name(), ?event, "the device says");

@@ -388,6 +388,17 @@ fn a_failed_device_that_gives_nothing_back_is_destroyed_and_opened_anew() {
     assert!(bench.ends().iter().all(|(_, end)| end.is_none()), "{:?}", bench.ends());
 }
 
+#[test]
+fn a_device_that_fails_while_it_has_no_rail_is_opened_anew() {
+    let bench = Bench::new(&["fake1"]);
+    let failed = bench.desk.devices.device("fake0").expect("a fake one");
+    fake::break_device("fake0");
+    look_at_events(&bench.desk, &mut Vec::new());
+    let anew = bench.desk.devices.device("fake0").expect("after its reset");
+    assert!(!Arc::ptr_eq(&anew, &failed), "the failed one is of no use");
+    assert_eq!(bench.ends(), [("fake1".to_owned(), None)]);
+}
+
 /// Runs `registering` on a thread whose next registration lasts until `meanwhile` is done, and fails if
 /// `meanwhile` waits for it.
 fn while_registering(registering: impl FnOnce() + Send, meanwhile: impl FnOnce()) {

@@ -41,6 +41,7 @@ mod push;
 mod pushes;
 mod rail;
 mod rate;
+mod refused;
 mod reports;
 mod session;
 mod settle;
@@ -491,10 +492,9 @@ impl ExpertTier for VerbsTier {
     }
 
     fn use_arena(&self, arena: &ExpertArena) -> Result<(), ArenaError> {
-        self.desk.use_arena(arena).map_err(|refused| {
-            let source = Box::new(refused.error);
-            ArenaError::Register { what: refused.what, source }
-        })
+        self.desk
+            .use_arena(arena)
+            .map_err(|refused| ArenaError::Register { what: refused.what, source: refused.error })
     }
 
     fn submit(&self, batch: &mut Vec<FetchRequest>, queue: &CompletionQueue) {
