@@ -399,3 +399,19 @@ fn a_log_that_cannot_be_written_ends_nothing() {
     child.kill().unwrap();
     child.wait().unwrap();
 }
+
+#[cfg(metrale_rdma_verbs)]
+#[test]
+fn the_help_names_the_variables_of_peers() {
+    let output = metrale().args(["peer", "run", "--help"]).output().unwrap();
+    let help = String::from_utf8(output.stdout).unwrap();
+    let of_peers = |name: &str| !name.starts_with("METRALE_EXPERT_");
+    let variables = gpu_sys::env::TABLE.iter().filter(|it| of_peers(it.name));
+    for variable in variables {
+        let (name, flag) = (variable.name, variable.flag());
+        assert!(
+            help.contains(&format!("[env: {name}")) && help.contains(&format!("--{flag}")),
+            "{name}"
+        );
+    }
+}
