@@ -170,6 +170,8 @@ fn instead(desk: &Arc<Desk>, dialler: &Dialler, first: OpenError) -> Result<(), 
                 tracing::warn!(%peer, reason = %first, "no first rail; trying again");
                 return Ok(());
             }
+            // A peer that cannot be reached any more cannot be reached for another rail.
+            Err(OpenError::Dial(_)) => break,
             // The first error says more than that there is nothing else.
             Err(error) if is_nothing_else(&error) => {}
             Err(error) => {
