@@ -146,8 +146,10 @@ impl Peer {
     }
 
     /// Threads and descriptors of a peer that serves nobody: the least of many looks, since its survey
-    /// of the devices opens files for a moment, about once a second.
+    /// of the devices opens files for a moment, about once a second. A peer that has answered has
+    /// started all of its threads.
     pub(crate) fn idle_resources(&self) -> (usize, usize) {
+        let _answer = self.status();
         let looks = (0..100).map(|_| self.resources());
         looks.min().expect("there are looks")
     }
